@@ -1,0 +1,71 @@
+// The table of contents of the kernels: every op's schema, with what it does in one line. An argument
+// marked (a!) is written. Shapes, dtypes and errors stand in pagedinfer/ops.py.
+
+#include <torch/csrc/stable/library.h>
+
+#include "ops.h"
+
+STABLE_TORCH_LIBRARY(pagedinfer, m) {
+  // ---- attention ----
+  // Lengths of the two buffers that a batch of this size needs: (plan int32s, workspace float32s).
+  m.def(
+      "attention_plan_sizes(Tensor query_start_loc, int num_tokens, int max_query_len, int num_heads, "
+      "int num_kv_heads, int head_dim, int block_size) -> (int, int)");
+  // Cuts a batch into pieces of equal work, once a step; every layer's paged_attention follows it.
+  m.def(
+      "attention_plan(Tensor query_start_loc, Tensor seq_lens, Tensor(a!) plan, int num_tokens, "
+      "int max_query_len, int num_heads, int num_kv_heads, int head_dim, int block_size, "
+      "int sliding_window, bool deterministic) -> ()");
+  // Causal attention of ragged queries (decode rows and prefill chunks alike) over the paged cache.
+  m.def(
+      "paged_attention(Tensor query, Tensor kv_cache, Tensor block_table, Tensor query_start_loc, "
+      "Tensor seq_lens, Tensor plan, Tensor(a!) workspace, Tensor(b!) out, int max_query_len, "
+      "float scale, int sliding_window, float logit_cap) -> ()");
+
+  // ---- cache ----
+  // Writes a step's keys and values into the slots of the cache; slot -1 writes nothing.
+  m.def("store_kv(Tensor key, Tensor value, Tensor(a!) kv_cache, Tensor slot_mapping) -> ()");
+  // Copies whole blocks within a cache, as if all sources were read before anything is written.
+  m.def("copy_blocks(Tensor(a!) kv_cache, Tensor mapping) -> ()");
+  // Copies whole blocks between a cache on the device and one in (pinned) CPU memory.
+  m.def("swap_blocks(Tensor source, Tensor(a!) destination, Tensor mapping) -> ()");
+
+  // ---- sampler ----
+  // Bytes of workspace that sample_tokens needs for these logits.
+  m.def("sample_tokens_workspace_size(Tensor logits) -> int");
+  // Temperature, top-k, top-p, min-p and the draw, each row with the parameters of its slot.
+  m.def(
+      "sample_tokens(Tensor logits, Tensor slots, Tensor temperature, Tensor top_k, Tensor top_p, "
+      "Tensor min_p, Tensor seeds, Tensor positions, int vocab_size, Tensor(a!) workspace, "
+      "Tensor(b!) token_ids, Tensor(c!)? logprobs) -> ()");
+
+  // ---- layers ----
+  // out = RMSNorm(input) * weight; with a residual: residual += input, then the norm of that.
+  m.def(
+      "rms_norm(Tensor input, Tensor weight, float epsilon, Tensor(a!) out, Tensor(b!)? residual) -> ()");
+  // Rotates query and key in place by their positions' angles (RoPE).
+  m.def(
+      "rotary_embedding(Tensor positions, Tensor(a!) query, Tensor(b!)? key, Tensor cos_sin_cache, "
+      "bool interleaved) -> ()");
+  // out = silu(left half of input) * right half of input (SwiGLU).
+  m.def("silu_and_mul(Tensor input, Tensor(a!) out) -> ()");
+}
+
+// One entry serves both devices: it looks at its tensors and takes the CPU or the CUDA kernel.
+#define PAGEDINFER_IMPLEMENT(m)                                                                    \
+  m.impl("attention_plan_sizes", TORCH_BOX(&pagedinfer::attention_plan_sizes));                    \
+  m.impl("attention_plan", TORCH_BOX(&pagedinfer::attention_plan));                                \
+  m.impl("paged_attention", TORCH_BOX(&pagedinfer::paged_attention));                              \
+  m.impl("store_kv", TORCH_BOX(&pagedinfer::store_kv));                                            \
+  m.impl("copy_blocks", TORCH_BOX(&pagedinfer::copy_blocks));                                      \
+  m.impl("swap_blocks", TORCH_BOX(&pagedinfer::swap_blocks));                                      \
+  m.impl("sample_tokens_workspace_size", TORCH_BOX(&pagedinfer::sample_tokens_workspace_size));    \
+  m.impl("sample_tokens", TORCH_BOX(&pagedinfer::sample_tokens));                                  \
+  m.impl("rms_norm", TORCH_BOX(&pagedinfer::rms_norm));                                            \
+  m.impl("rotary_embedding", TORCH_BOX(&pagedinfer::rotary_embedding));                            \
+  m.impl("silu_and_mul", TORCH_BOX(&pagedinfer::silu_and_mul))
+
+STABLE_TORCH_LIBRARY_IMPL(pagedinfer, CPU, m) { PAGEDINFER_IMPLEMENT(m); }
+#ifdef PAGEDINFER_WITH_CUDA
+STABLE_TORCH_LIBRARY_IMPL(pagedinfer, CUDA, m) { PAGEDINFER_IMPLEMENT(m); }
+#endif

@@ -1,0 +1,16 @@
+#pragma once
+
+#ifdef PAGEDINFER_WITH_CUDA
+
+#include <cuda_runtime_api.h>
+
+#include "cache/store_kv.h"
+
+namespace pagedinfer {
+
+// Rows start at multiples of 16 bytes. Out-of-range slots are not looked for.
+cudaError_t launch_store_kv(const StoreKvParams& params, cudaStream_t stream);
+
+}  // namespace pagedinfer
+
+#endif

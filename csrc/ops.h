@@ -1,0 +1,44 @@
+// Every op's entry: checks its arguments, then runs the CPU kernel or launches the CUDA one.
+// Schemas and one-line meanings: bindings.cpp. Shapes, dtypes, errors: pagedinfer/ops.py.
+#pragma once
+
+#include <torch/csrc/stable/tensor.h>
+
+#include <cstdint>
+#include <optional>
+#include <tuple>
+
+namespace pagedinfer {
+
+using torch::stable::Tensor;
+
+std::tuple<int64_t, int64_t> attention_plan_sizes(const Tensor& query_start_loc, int64_t num_tokens,
+                                                  int64_t max_query_len, int64_t num_heads,
+                                                  int64_t num_kv_heads, int64_t head_dim,
+                                                  int64_t block_size);
+void attention_plan(const Tensor& query_start_loc, const Tensor& seq_lens, Tensor plan,
+                    int64_t num_tokens, int64_t max_query_len, int64_t num_heads,
+                    int64_t num_kv_heads, int64_t head_dim, int64_t block_size,
+                    int64_t sliding_window, bool deterministic);
+void paged_attention(const Tensor& query, const Tensor& kv_cache, const Tensor& block_table,
+                     const Tensor& query_start_loc, const Tensor& seq_lens, const Tensor& plan,
+                     Tensor workspace, Tensor out, int64_t max_query_len, double scale,
+                     int64_t sliding_window, double logit_cap);
+
+void store_kv(const Tensor& key, const Tensor& value, Tensor kv_cache, const Tensor& slot_mapping);
+void copy_blocks(Tensor kv_cache, const Tensor& mapping);
+void swap_blocks(const Tensor& source, Tensor destination, const Tensor& mapping);
+
+int64_t sample_tokens_workspace_size(const Tensor& logits);
+void sample_tokens(const Tensor& logits, const Tensor& slots, const Tensor& temperature,
+                   const Tensor& top_k, const Tensor& top_p, const Tensor& min_p,
+                   const Tensor& seeds, const Tensor& positions, int64_t vocab_size,
+                   Tensor workspace, Tensor token_ids, std::optional<Tensor> logprobs);
+
+void rms_norm(const Tensor& input, const Tensor& weight, double epsilon, Tensor out,
+              std::optional<Tensor> residual);
+void rotary_embedding(const Tensor& positions, Tensor query, std::optional<Tensor> key,
+                      const Tensor& cos_sin_cache, bool interleaved);
+void silu_and_mul(const Tensor& input, Tensor out);
+
+}  // namespace pagedinfer

@@ -1,0 +1,82 @@
+"""What crosses the boundary between scheduler and runner: one step's work, and what it gave.
+
+No torch here: the scheduler, the fake runners of the tests and every executor speak these types.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+    from pagedinfer.sampling_params import SamplingParams
+
+
+@dataclass(slots=True)
+class AdmittedRequest:
+    """A request that takes a slot in this step (new, forked, or resumed after preemption), whole."""
+
+    request_id: str
+    slot: int  # in [0, max_num_seqs); its own until the request leaves the running state
+    token_ids: list[int]  # prompt and what was generated so far
+    num_prompt_tokens: int
+    block_ids: list[int]  # its block table so far, this step's blocks included
+    sampling_params: SamplingParams
+    seed: int  # 64 bits, the key of its random stream
+
+
+@dataclass(slots=True)
+class ScheduledRequest:
+    """The tokens of one running request that a step computes."""
+
+    request_id: str
+    slot: int
+    start: int  # position of the first token to compute: how many are in the cache already
+    num_tokens: int  # how many to compute; 1 for a decode, a chunk for a prefill
+    sample: bool  # draw the next token from the logits of the last one
+    new_block_ids: list[int]  # to append to its block table; empty for one admitted in this step
+
+
+@dataclass(slots=True)
+class Batch:
+    """One step, in the order in which the runner carries it out: swaps out, swaps in, copies, forward."""
+
+    step: int
+    released_slots: list[int] = field(default_factory=list)  # free before `admitted` is applied
+    admitted: list[AdmittedRequest] = field(default_factory=list)
+    requests: list[ScheduledRequest] = field(default_factory=list)
+    swaps_out: list[tuple[int, int]] = field(default_factory=list)  # (block, CPU block)
+    swaps_in: list[tuple[int, int]] = field(default_factory=list)  # (CPU block, block)
+    copies: list[tuple[int, int]] = field(default_factory=list)  # (block, block), copy on write
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that the step computes."""
+        return sum(request.num_tokens for request in self.requests)
+
+    def is_empty(self) -> bool:
+        """Whether there is nothing to run, not even a copy."""
+        return not (self.requests or self.swaps_out or self.swaps_in or self.copies)
+
+
+@dataclass(slots=True)
+class StepOutput:
+    """What a step drew, one entry for each request of the batch with `sample` set, in their order."""
+
+    token_ids: npt.NDArray[np.int64]  # -1: the row could not be sampled (NaN or nothing left to draw)
+    logprobs: npt.NDArray[np.float32]  # of the drawn tokens, before temperature and filters
+
+
+class StepHandle(Protocol):
+    """A step under way. The device may still be at work; `result` waits for it."""
+
+    def result(self) -> StepOutput: ...
+
+
+class Runner(Protocol):
+    """What executes batches: the model runner, or a fake one in a test."""
+
+    def execute(self, batch: Batch) -> StepHandle: ...

@@ -1,0 +1,19 @@
+"""Errors of pagedinfer that are more than a ValueError."""
+
+from __future__ import annotations
+
+
+class PagedinferError(Exception):
+    """Base of all errors below."""
+
+
+class RequestTooLargeError(PagedinferError):
+    """A well-formed request that can never fit: its context or its KV cache would be too small."""
+
+
+class OutOfMemoryError(PagedinferError):
+    """The device has too little memory for what was asked; the message gives wanted, free and total."""
+
+
+class WeightsError(PagedinferError):
+    """A checkpoint that does not fit its model: names missing, unexpected, or of another shape."""

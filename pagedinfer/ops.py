@@ -1,0 +1,424 @@
+"""The kernels, as typed Python functions: loads `_kernels.so` and wraps each of its ops.
+
+Every op has a CPU and a CUDA implementation behind one name and takes the one of its tensors' device.
+Arguments that are not what an op needs raise ValueError with the expected and the actual shape, dtype,
+device or strides. No op synchronises with the host or allocates device memory behind the caller's
+back; under CUDA all run on the current stream and can be captured in a graph.
+
+The words used for shapes:
+
+    num_tokens    tokens in the batch, over all sequences (padding included)
+    num_seqs      sequences in the batch (padding included)
+    kv_cache      one layer's cache, a view [num_blocks, 2, num_kv_heads, block_size, head_dim] of the whole
+                  cache [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]; index 0 of the
+                  third-last-but-two dimension is K, index 1 is V; within a block the view is dense
+    slot mapping  for each token, block id * block_size + offset in the block; -1 is padding
+
+`dtype` is float32, float16 or bfloat16, one for all floating-point tensors of a call unless said
+otherwise.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+HEAD_DIMS = (64, 80, 96, 112, 128, 256)
+BLOCK_SIZES = (8, 16, 32, 64)
+
+torch.ops.load_library(str(Path(__file__).with_name("_kernels.so")))
+_ops = torch.ops.pagedinfer
+
+
+# ---- attention -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionPlan:
+    """How one step's batch is cut into pieces of work; made once a step, used by every layer."""
+
+    plan: Tensor
+    """int32 [plan length]; its contents are the kernels' own."""
+    workspace: Tensor
+    """float32 [workspace length]: partial results of sequences that were split along the KV."""
+    max_query_len: int
+    """The longest query of the batch that the plan may describe; 1: decode only."""
+
+
+def new_attention_plan(
+    query_start_loc: Tensor,
+    *,
+    num_tokens: int,
+    max_query_len: int,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    block_size: int,
+) -> AttentionPlan:
+    """Allocates the buffers of a plan, without filling it, on the device of `query_start_loc`.
+
+    They fit every batch of `query_start_loc.shape[0] - 1` sequences and `num_tokens` tokens in which no
+    query is longer than `max_query_len`, whatever the sequences' lengths: a captured CUDA graph can keep
+    them.
+    """
+    plan_length, workspace_length = _ops.attention_plan_sizes(
+        query_start_loc, num_tokens, max_query_len, num_heads, num_kv_heads, head_dim, block_size
+    )
+    device = query_start_loc.device
+    return AttentionPlan(
+        plan=torch.empty(plan_length, dtype=torch.int32, device=device),
+        workspace=torch.empty(workspace_length, dtype=torch.float32, device=device),
+        max_query_len=max_query_len,
+    )
+
+
+def attention_plan(
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    *,
+    num_tokens: int,
+    max_query_len: int,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    block_size: int,
+    sliding_window: int = 0,
+    deterministic: bool = False,
+    out: AttentionPlan | None = None,
+) -> AttentionPlan:
+    """Plans a step's attention: splits the batch evenly over the device. All layers share the plan.
+
+    Args:
+        query_start_loc: int32 [num_seqs + 1], where each sequence's query tokens begin; ascending, from 0.
+        seq_lens: int32 [num_seqs], each sequence's length in tokens, this step's tokens included. 0 is an
+            unused row.
+        num_tokens: rows of the query tensor; those from `query_start_loc[-1]` on are padding.
+        max_query_len: no sequence has more query tokens than this; known on the host.
+        num_heads, num_kv_heads, head_dim, block_size: as in `paged_attention`.
+        sliding_window: as in `paged_attention`; the layers that share a plan have one window.
+        deterministic: split a sequence by its own length alone, so that its result does not depend, to
+            the last bit, on the rest of the batch.
+        out: buffers from `new_attention_plan` to fill; without it new ones are allocated.
+
+    Raises:
+        ValueError: a head_dim or block_size that no kernel was built for (the message lists those that
+            are), heads that do not divide, or tensors that do not fit.
+    """
+    if out is None:
+        out = new_attention_plan(
+            query_start_loc,
+            num_tokens=num_tokens,
+            max_query_len=max_query_len,
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            block_size=block_size,
+        )
+    _ops.attention_plan(
+        query_start_loc,
+        seq_lens,
+        out.plan,
+        num_tokens,
+        max_query_len,
+        num_heads,
+        num_kv_heads,
+        head_dim,
+        block_size,
+        sliding_window,
+        deterministic,
+    )
+    return out
+
+
+def paged_attention(
+    query: Tensor,
+    kv_cache: Tensor,
+    block_table: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    plan: AttentionPlan,
+    *,
+    scale: float,
+    sliding_window: int = 0,
+    logit_cap: float = 0.0,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Causal attention of any mix of decode rows and prefill chunks over the paged KV cache.
+
+    Sequence i has queries `query[query_start_loc[i]:query_start_loc[i + 1]]`, the last of its
+    `seq_lens[i]` tokens (bottom-right causal): the query at position p sees keys 0..p, or with a window
+    w the keys p - w + 1..p. The keys and values of this step must be in the cache already (`store_kv`).
+
+        s = scale * q . k;  with a cap c: s = c * tanh(s / c);  out = softmax(s) v
+
+    Args:
+        query: dtype [num_tokens, num_heads, head_dim]; head_dim is contiguous, other strides are free.
+        kv_cache: dtype, one layer's view (see the module's docstring). num_heads is a multiple of its
+            num_kv_heads; query head h reads KV head h // (num_heads // num_kv_heads).
+        block_table: int32 [num_seqs, max_blocks]; entries past a sequence's last block are never read.
+        query_start_loc, seq_lens: as in `attention_plan`.
+        plan: from `attention_plan` over the same batch.
+        scale: factor on the scores, usually head_dim ** -0.5.
+        sliding_window: how many keys a query sees, itself included; 0: all.
+        logit_cap: soft cap on the scores; 0: none.
+        out: dtype [num_tokens, num_heads, head_dim], contiguous; allocated if not given.
+
+    Returns:
+        `out`. Padded rows and rows of sequences of length 0 are zeros. Slots of the cache that no
+        sequence uses may hold anything, NaN included.
+
+    Raises:
+        ValueError: shapes, dtypes, devices or strides that do not fit, or a head_dim or block_size that
+            no kernel was built for (the message lists those that are).
+
+    The online softmax is that of Milakov and Gimelshein (2018), the tiling that of FlashAttention (Dao et
+    al., 2022), the split along the KV that of Flash-Decoding (Dao et al., 2023), the paged cache that of
+    PagedAttention (Kwon et al., 2023).
+    """
+    if out is None:
+        out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    _ops.paged_attention(
+        query,
+        kv_cache,
+        block_table,
+        query_start_loc,
+        seq_lens,
+        plan.plan,
+        plan.workspace,
+        out,
+        plan.max_query_len,
+        scale,
+        sliding_window,
+        logit_cap,
+    )
+    return out
+
+
+# ---- cache -----------------------------------------------------------------------------------------
+
+
+def store_kv(key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
+    """Writes the keys and values of a step's tokens into one layer's cache.
+
+    Args:
+        key, value: dtype [num_tokens, num_kv_heads, head_dim]; head_dim is contiguous, other strides are
+            free (a split view of a fused QKV is fine).
+        kv_cache: dtype, one layer's view, written in place.
+        slot_mapping: int64 [num_tokens], contiguous; -1 writes nothing. No slot may come twice.
+
+    Raises:
+        ValueError: shapes, dtypes, devices or strides that do not fit; on the CPU also a slot out of
+            range.
+    """
+    _ops.store_kv(key, value, kv_cache, slot_mapping)
+
+
+def copy_blocks(kv_cache: Tensor, mapping: Tensor) -> None:
+    """Copies whole blocks within a cache: block `mapping[i, 0]` to block `mapping[i, 1]`.
+
+    All copies behave as if every source were read before any destination is written, so chains and
+    cycles give what they say.
+
+    Args:
+        kv_cache: any dtype, [num_blocks, ...], contiguous: the whole cache, all layers.
+        mapping: int64 [n, 2] on the CPU, contiguous; n may be 0.
+
+    Raises:
+        ValueError: an id out of range or a destination named twice (nothing is copied then), or tensors
+            that do not fit.
+    """
+    _ops.copy_blocks(kv_cache, mapping)
+
+
+def swap_blocks(source: Tensor, destination: Tensor, mapping: Tensor) -> None:
+    """Copies whole blocks between caches: block `mapping[i, 0]` of `source` to `mapping[i, 1]` of `destination`.
+
+    Between a GPU and the CPU the copies are asynchronous on the current stream; the CPU side must be
+    pinned, and both tensors stay alive until the stream has passed. Neighbouring blocks are merged into
+    one copy.
+
+    Args:
+        source, destination: one dtype, [num_blocks, ...] with equal trailing shapes, contiguous.
+        mapping: int64 [n, 2] on the CPU, contiguous; n may be 0.
+
+    Raises:
+        ValueError: an id out of range, a destination named twice, CPU memory that is not pinned beside a
+            GPU (nothing is copied then), or tensors that do not fit.
+    """
+    _ops.swap_blocks(source, destination, mapping)
+
+
+# ---- sampler ---------------------------------------------------------------------------------------
+
+
+def sample_tokens(
+    logits: Tensor,
+    slots: Tensor,
+    *,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    seeds: Tensor,
+    positions: Tensor,
+    vocab_size: int | None = None,
+    token_ids: Tensor | None = None,
+    logprobs: Tensor | None = None,
+    workspace: Tensor | None = None,
+) -> Tensor:
+    """Draws one token for each row of logits, each row with the parameters of its slot.
+
+    In this order: temperature, top-k, top-p on the renormalised rest, min-p, the draw. Candidates are
+    ordered by falling logit, ties by rising id (a stable sort). Weights are exp((x - max) / temperature)
+    by one polynomial that CPU and CUDA share, summed as 64-bit fixed point; so equal logits give equal
+    tokens, bit for bit, on either device and in any batch. The random number of a row comes from
+    Philox4x32-10 with the slot's seed as key and its position as counter, and from nothing else.
+    docs/sampling.md gives the arithmetic in full.
+
+    Args:
+        logits: dtype [num_rows, padded vocabulary]; the vocabulary is contiguous, the row stride is free.
+        slots: int32 [num_rows], each row's index into the parameters; -1 is padding.
+        temperature: float32 [num_slots]; below 1e-5 the row is greedy: argmax, ties to the lowest id.
+        top_k: int32 [num_slots]; 0 or less: off.
+        top_p: float32 [num_slots] in (0, 1]; 1: off.
+        min_p: float32 [num_slots] in [0, 1]; 0: off. Relative to the most likely token.
+        seeds: int64 [num_slots], the 64-bit seed of the slot's random stream.
+        positions: int64 [num_slots], the index of the token to be generated, from 0.
+        vocab_size: ids from this on are never drawn; default: all columns may be.
+        token_ids: int64 [num_rows], written; allocated if not given.
+        logprobs: float32 [num_rows], written if given: the drawn token's log-probability under
+            softmax(logits), before temperature and filters.
+        workspace: uint8 [sample_tokens_workspace_size(logits)]; allocated if not given.
+
+    Returns:
+        `token_ids`: the drawn ids; -1 for padding and for a row that cannot be sampled (one that holds NaN
+        or +inf, or nothing but -inf).
+
+    Raises:
+        ValueError: shapes, dtypes, devices or strides that do not fit.
+    """
+    num_rows, columns = logits.shape
+    if token_ids is None:
+        token_ids = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
+    if workspace is None:
+        workspace = torch.empty(
+            sample_tokens_workspace_size(logits), dtype=torch.uint8, device=logits.device
+        )
+    _ops.sample_tokens(
+        logits,
+        slots,
+        temperature,
+        top_k,
+        top_p,
+        min_p,
+        seeds,
+        positions,
+        columns if vocab_size is None else vocab_size,
+        workspace,
+        token_ids,
+        logprobs,
+    )
+    return token_ids
+
+
+def sample_tokens_workspace_size(logits: Tensor) -> int:
+    """Bytes of workspace that `sample_tokens` needs for logits of this shape on this device."""
+    return int(_ops.sample_tokens_workspace_size(logits))
+
+
+# ---- layers ----------------------------------------------------------------------------------------
+
+
+def rms_norm(
+    input: Tensor,
+    weight: Tensor,
+    epsilon: float,
+    residual: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """RMSNorm (Zhang and Sennrich, 2019): x / sqrt(mean(x^2) + epsilon) * weight, along the last dimension.
+
+    Args:
+        input: dtype [..., hidden]; the last dimension is contiguous, rows have one stride.
+        weight: dtype [hidden].
+        epsilon: added to the mean of squares.
+        residual: dtype, input's shape, contiguous. If given, it is updated in place, residual += input,
+            and x is that sum; without it x is the input.
+        out: dtype, input's shape, contiguous; allocated if not given. May be the input itself.
+
+    Returns:
+        `out`. Sums are in float32.
+    """
+    if out is None:
+        out = torch.empty(input.shape, dtype=input.dtype, device=input.device)
+    _ops.rms_norm(input, weight, epsilon, out, residual)
+    return out
+
+
+def rotary_embedding(
+    positions: Tensor,
+    query: Tensor,
+    key: Tensor | None,
+    cos_sin_cache: Tensor,
+    *,
+    interleaved: bool = False,
+) -> None:
+    """Rotates query and key in place (RoPE: Su et al., 2021).
+
+    With angles a_i at a token's position, for i in 0..rotary_dim / 2 - 1 the pair (x, y) becomes
+    (x cos a_i - y sin a_i, y cos a_i + x sin a_i). The pair is elements (i, i + rotary_dim / 2) of a head,
+    or (2i, 2i + 1) if interleaved. Elements from rotary_dim on stay as they are.
+
+    Args:
+        positions: int64 [num_tokens]; a position outside the table leaves its token unrotated on the GPU
+            and is a ValueError on the CPU.
+        query: dtype [num_tokens, num_heads, head_dim]; head_dim is contiguous, other strides are free.
+        key: dtype [num_tokens, num_kv_heads, head_dim], likewise, or None.
+        cos_sin_cache: float32 [max_position, rotary_dim], contiguous: cosines of the angles in the left
+            half of a row, sines in the right.
+        interleaved: GPT-J's pairs instead of GPT-NeoX's.
+    """
+    _ops.rotary_embedding(positions, query, key, cos_sin_cache, interleaved)
+
+
+def silu_and_mul(input: Tensor, out: Tensor | None = None) -> Tensor:
+    """SwiGLU's product (Shazeer, 2020): silu(input[..., :n]) * input[..., n:], where n is half the width.
+
+    Args:
+        input: dtype [..., 2 * n]; the last dimension is contiguous, rows have one stride.
+        out: dtype [..., n], contiguous; allocated if not given.
+
+    Returns:
+        `out`.
+    """
+    if out is None:
+        out = torch.empty(
+            (*input.shape[:-1], input.shape[-1] // 2), dtype=input.dtype, device=input.device
+        )
+    _ops.silu_and_mul(input, out)
+    return out
+
+
+# ---- fakes: what the ops return, for torch.compile and opcheck --------------------------------------
+
+
+def _register_fakes() -> None:
+    for name in (
+        "attention_plan",
+        "paged_attention",
+        "store_kv",
+        "copy_blocks",
+        "swap_blocks",
+        "sample_tokens",
+        "rms_norm",
+        "rotary_embedding",
+        "silu_and_mul",
+    ):
+        # These only write into their arguments; shapes are checked when the op runs.
+        torch.library.register_fake(f"pagedinfer::{name}", lambda *args, **kwargs: None)
+
+
+_register_fakes()
