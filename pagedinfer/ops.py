@@ -342,15 +342,22 @@ def rms_norm(
     """RMSNorm (Zhang and Sennrich, 2019): x / sqrt(mean(x^2) + epsilon) * weight, along the last dimension.
 
     Args:
-        input: dtype [..., hidden]; the last dimension is contiguous, rows have one stride.
+        input: dtype [..., hidden]; the last dimension is contiguous, those before the last two have one
+            stride (the heads of a split view of a fused QKV are fine, for QK-norm).
         weight: dtype [hidden].
         epsilon: added to the mean of squares.
-        residual: dtype, input's shape, contiguous. If given, it is updated in place, residual += input,
-            and x is that sum; without it x is the input.
-        out: dtype, input's shape, contiguous; allocated if not given. May be the input itself.
+        residual: dtype, input's shape, strides as input's. If given, it is updated in place,
+            residual += input, and x is that sum; without it x is the input.
+        out: dtype, input's shape, strides as input's; allocated contiguous if not given. May be the input
+            itself.
 
     Returns:
-        `out`. Sums are in float32.
+        `out`. Arithmetic is in float32; a half type is rounded to where a model of torch operations
+        rounds: the sum of residual and input, the normalised value, and its product with the weight.
+
+    Raises:
+        ValueError: shapes, dtypes, devices or strides that do not fit, or a residual that shares its
+            memory with input or out.
     """
     if out is None:
         out = torch.empty(input.shape, dtype=input.dtype, device=input.device)
@@ -380,6 +387,10 @@ def rotary_embedding(
         cos_sin_cache: float32 [max_position, rotary_dim], contiguous: cosines of the angles in the left
             half of a row, sines in the right.
         interleaved: GPT-J's pairs instead of GPT-NeoX's.
+
+    Raises:
+        ValueError: shapes, dtypes, devices or strides that do not fit, a rotary_dim that is odd or larger
+            than head_dim; on the CPU also a position outside the table.
     """
     _ops.rotary_embedding(positions, query, key, cos_sin_cache, interleaved)
 
@@ -388,11 +399,16 @@ def silu_and_mul(input: Tensor, out: Tensor | None = None) -> Tensor:
     """SwiGLU's product (Shazeer, 2020): silu(input[..., :n]) * input[..., n:], where n is half the width.
 
     Args:
-        input: dtype [..., 2 * n]; the last dimension is contiguous, rows have one stride.
-        out: dtype [..., n], contiguous; allocated if not given.
+        input: dtype [..., 2 * n]; the last dimension is contiguous, those before the last two have one
+            stride.
+        out: dtype [..., n], strides as input's; allocated contiguous if not given.
 
     Returns:
-        `out`.
+        `out`. Arithmetic is in float32; a half type is rounded to where a model of torch operations
+        rounds: after silu and after the product.
+
+    Raises:
+        ValueError: shapes, dtypes, devices or strides that do not fit, or an odd width.
     """
     if out is None:
         out = torch.empty(

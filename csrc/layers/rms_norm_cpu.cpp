@@ -1,1 +1,81 @@
-// stub
+#include <cmath>
+
+#include "common/parallel.h"
+#include "layers/cpu_elements.h"
+#include "layers/rms_norm.h"
+
+namespace pagedinfer {
+namespace CPU_ISA {
+namespace {
+
+constexpr int64_t kElementsPerTask = 16384;
+// Partial sums of squares: as many as the widest vector registers hold, on every instruction set,
+// so that all of them add in one order.
+constexpr int64_t kLanes = 16;
+
+template <typename T>
+float sum_of_squares(const T* x, int64_t count) {
+  float lanes[kLanes] = {};
+  int64_t i = 0;
+  for (; i + kLanes <= count; i += kLanes) {
+#pragma omp simd
+    for (int64_t lane = 0; lane < kLanes; ++lane) {
+      const float value = to_float(x[i + lane]);
+      lanes[lane] += value * value;
+    }
+  }
+  for (; i < count; ++i) lanes[i % kLanes] += to_float(x[i]) * to_float(x[i]);
+  for (int64_t width = kLanes / 2; width > 0; width /= 2) {
+    for (int64_t lane = 0; lane < width; ++lane) lanes[lane] += lanes[lane + width];
+  }
+  return lanes[0];
+}
+
+template <typename T>
+void add_to(T* residual, const T* input, int64_t count) {
+#pragma omp simd
+  for (int64_t i = 0; i < count; ++i) {
+    residual[i] = from_float<T>(to_float(residual[i]) + to_float(input[i]));
+  }
+}
+
+template <typename T>
+void scale(const T* x, const T* weight, float factor, int64_t count, T* out) {
+#pragma omp simd
+  for (int64_t i = 0; i < count; ++i) {
+    out[i] = from_float<T>(rounded_to<T>(to_float(x[i]) * factor) * to_float(weight[i]));
+  }
+}
+
+template <typename T>
+void rms_norm_rows(const RmsNormParams& p, int64_t begin, int64_t end) {
+  const T* weight = static_cast<const T*>(p.weight);
+  for (int64_t r = begin; r < end; ++r) {
+    const int64_t group = r / p.inner_rows, row = r % p.inner_rows;
+    const T* x =
+        static_cast<const T*>(p.input) + group * p.input_strides.group + row * p.input_strides.row;
+    T* out = static_cast<T*>(p.out) + group * p.out_strides.group + row * p.out_strides.row;
+    if (p.residual != nullptr) {
+      T* residual = static_cast<T*>(p.residual) + group * p.residual_strides.group +
+                    row * p.residual_strides.row;
+      add_to(residual, x, p.hidden);
+      x = residual;
+    }
+    const float mean = sum_of_squares(x, p.hidden) / static_cast<float>(p.hidden);
+    scale(x, weight, 1.0f / std::sqrt(mean + p.epsilon), p.hidden, out);
+  }
+}
+
+}  // namespace
+
+void rms_norm_cpu(const RmsNormParams& p) {
+  const int64_t grain = kElementsPerTask / p.hidden + 1;
+  with_element_type(p.dtype, [&](auto zero) {
+    using T = decltype(zero);
+    parallel_for(p.num_rows, grain,
+                 [&](int64_t begin, int64_t end) { rms_norm_rows<T>(p, begin, end); });
+  });
+}
+
+}  // namespace CPU_ISA
+}  // namespace pagedinfer

@@ -1,0 +1,42 @@
+#include "layers/row_checks.h"
+
+namespace pagedinfer {
+
+RowCounts row_counts(const Tensor& tensor) {
+  const int64_t dims = tensor.dim();
+  const int64_t inner = dims >= 2 ? tensor.size(dims - 2) : 1;
+  int64_t rows = inner;
+  for (int64_t i = 0; i + 2 < dims; ++i) rows *= tensor.size(i);
+  return {.rows = rows, .inner = inner};
+}
+
+RowStrides row_strides(const char* op, const char* name, const Tensor& tensor) {
+  const int64_t dims = tensor.dim();
+  bool fits = tensor.size(dims - 1) <= 1 || tensor.stride(dims - 1) == 1;
+  // The stride of the dimensions before the last two as one, from the innermost of them that
+  // counts.
+  int64_t group = 0, expected = 0;
+  for (int64_t i = dims - 3; i >= 0; --i) {
+    if (tensor.size(i) <= 1) continue;
+    if (group == 0) {
+      group = expected = tensor.stride(i);
+    }
+    fits = fits && tensor.stride(i) == expected;
+    expected *= tensor.size(i);
+  }
+  std::ostringstream strides;
+  for (int64_t i = 0; i < dims; ++i) strides << (i ? ", " : "") << tensor.stride(i);
+  PAGEDINFER_CHECK(
+      fits, op, ": ", name, " has shape ", shape_of(tensor), " and strides [", strides.str(),
+      "]; expected the last dimension contiguous and those before the last two with one "
+      "stride (call .contiguous() first)");
+  return {.group = group, .row = dims >= 2 ? tensor.stride(dims - 2) : 0};
+}
+
+void check_same_shape(const char* op, const char* name, const Tensor& tensor, const char* like_name,
+                      const Tensor& like) {
+  PAGEDINFER_CHECK(shape_of(tensor) == shape_of(like), op, ": ", name, " has shape ",
+                   shape_of(tensor), "; expected ", like_name, "'s ", shape_of(like));
+}
+
+}  // namespace pagedinfer
