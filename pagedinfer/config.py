@@ -1,0 +1,121 @@
+"""What an engine is made with, checked when it is made; no torch here."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Collection
+from dataclasses import dataclass, fields
+from typing import Any
+
+BLOCK_SIZES = (8, 16, 32, 64)
+DTYPES = ("float32", "float16", "bfloat16")
+_DTYPE_ALIASES = {"float": "float32", "half": "float16"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """The parameters of `LLM`, whose docstring says what each of them does.
+
+    None stands for a default that depends on the model or on the machine and is settled when the engine
+    starts.
+
+    Raises:
+        ValueError: a value of the wrong type or outside its range; the message names the parameter, the
+            value and what would be right.
+    """
+
+    model: str  # a folder
+    tokenizer: str | None = None  # a folder; None: the model's
+    skip_tokenizer_init: bool = False
+    dtype: str = "auto"  # "auto" or one of DTYPES
+    load_format: str = "auto"  # "auto" | "safetensors" | "dummy"
+    device: str = "auto"  # "auto" | "cuda" | "cpu"
+    seed: int = 0  # 64 bits
+    gpu_memory_utilization: float = 0.92  # share of the free GPU memory, in (0, 1]
+    kv_cache_memory_bytes: int | None = None  # bytes
+    num_gpu_blocks_override: int | None = None  # blocks
+    block_size: int = 16  # tokens
+    max_model_len: int | None = None  # tokens
+    max_num_seqs: int | None = None  # requests
+    max_num_batched_tokens: int | None = None  # tokens a step
+    enable_prefix_caching: bool = True
+    scheduling_policy: str = "fcfs"  # "fcfs" | "priority"
+    long_prefill_token_threshold: int = 0  # tokens a step; 0: no cap
+    preemption_mode: str = "auto"  # "auto" | "swap" | "recompute"
+    swap_space: float | None = None  # GiB of CPU memory
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "dtype", _DTYPE_ALIASES.get(self.dtype, self.dtype))
+        _check_path("model", self.model)
+        if self.tokenizer is not None:
+            _check_path("tokenizer", self.tokenizer)
+        for name in ("skip_tokenizer_init", "enable_prefix_caching"):
+            _check_bool(name, getattr(self, name))
+        _check_choice("dtype", self.dtype, ("auto", *DTYPES))
+        _check_choice("load_format", self.load_format, ("auto", "safetensors", "dummy"))
+        _check_choice("device", self.device, ("auto", "cuda", "cpu"))
+        _check_choice("scheduling_policy", self.scheduling_policy, ("fcfs", "priority"))
+        _check_choice("preemption_mode", self.preemption_mode, ("auto", "swap", "recompute"))
+        _check_int("seed", self.seed, 0, 2**64 - 1)
+        _check_float("gpu_memory_utilization", self.gpu_memory_utilization, 0.0, 1.0, above_low=True)
+        for name, unit in (
+            ("kv_cache_memory_bytes", "bytes"),
+            ("num_gpu_blocks_override", "blocks"),
+            ("max_model_len", "tokens"),
+            ("max_num_seqs", "requests"),
+            ("max_num_batched_tokens", "tokens"),
+        ):
+            if getattr(self, name) is not None:
+                _check_int(name, getattr(self, name), 1, unit=unit)
+        if self.block_size not in BLOCK_SIZES or isinstance(self.block_size, bool):
+            raise ValueError(
+                f"block_size must be one of {', '.join(map(str, BLOCK_SIZES))} tokens, got {self.block_size!r}"
+            )
+        _check_int("long_prefill_token_threshold", self.long_prefill_token_threshold, 0, unit="tokens")
+        if self.swap_space is not None:
+            _check_float("swap_space", self.swap_space, 0.0, math.inf, unit="GiB")
+
+
+def unknown_option_message(callee: str, name: str, known: Collection[str] | None = None) -> str:
+    """What a TypeError says about a parameter that does not exist, with the nearest one that does."""
+    if known is None:
+        known = [field.name for field in fields(EngineConfig)]
+    nearest = difflib.get_close_matches(name, known, n=1)
+    suggestion = f"; did you mean {nearest[0]!r}?" if nearest else ""
+    return f"{callee} has no parameter {name!r}{suggestion}"
+
+
+def _check_path(name: str, value: Any) -> None:
+    if not isinstance(value, str) or not value:
+        raise ValueError(f"{name} must be the path of a folder as a string, got {value!r}")
+
+
+def _check_bool(name: str, value: Any) -> None:
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} must be True or False, got {value!r}")
+
+
+def _check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
+    if not isinstance(value, str) or value not in choices:
+        listed = ", ".join(repr(choice) for choice in choices)
+        raise ValueError(f"{name} must be one of {listed}, got {value!r}")
+
+
+def _check_int(name: str, value: Any, low: int, high: int | None = None, *, unit: str = "") -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < low or (high and value > high):
+        where = f"at least {low}" if high is None else f"from {low} to {high}"
+        raise ValueError(f"{name} must be an integer {where}{' ' * bool(unit)}{unit}, got {value!r}")
+
+
+def _check_float(
+    name: str, value: Any, low: float, high: float, *, above_low: bool = False, unit: str = ""
+) -> None:
+    right = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if not right or not low <= value <= high or (above_low and value == low):
+        where = (
+            f"of at least {low:g}"
+            if high == math.inf
+            else f"in {'(' if above_low else '['}{low:g}, {high:g}]"
+        )
+        raise ValueError(f"{name} must be a number {where}{' ' * bool(unit)}{unit}, got {value!r}")

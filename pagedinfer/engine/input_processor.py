@@ -1,0 +1,129 @@
+"""Prompts as users give them to token ids, checked before anything runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypedDict
+
+from pagedinfer.config import unknown_option_message
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class TextPrompt(TypedDict, total=False):
+    """A prompt as text."""
+
+    prompt: str
+
+
+class TokensPrompt(TypedDict, total=False):
+    """A prompt as token ids; `prompt` is its text, if known, for the output alone."""
+
+    prompt_token_ids: Sequence[int]
+    prompt: str
+
+
+Prompt = str | TextPrompt | TokensPrompt | Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessedPrompt:
+    """A prompt that can be given to the scheduler."""
+
+    text: str | None
+    token_ids: list[int]
+
+
+class InputProcessor:
+    """Checks and tokenizes prompts."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase | None, vocab_size: int) -> None:
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+
+    def process(self, prompt: Prompt) -> ProcessedPrompt:
+        """One prompt: a string, {"prompt": str}, {"prompt_token_ids": [...]}, or a list of token ids.
+
+        Raises:
+            ValueError: a prompt of another form, one without tokens, a token id outside the vocabulary,
+                or text where there is no tokenizer.
+        """
+        if isinstance(prompt, str):
+            return ProcessedPrompt(prompt, self._encode(prompt))
+        if isinstance(prompt, Mapping):
+            return self._process_mapping(prompt)
+        return ProcessedPrompt(None, self._check_ids(prompt))
+
+    def process_all(self, prompts: Prompt | Sequence[Prompt]) -> list[ProcessedPrompt]:
+        """One prompt or a list of them; the message of an error says which of them is wrong."""
+        if isinstance(prompts, str | Mapping) or _is_token_ids(prompts):
+            return [self.process(prompts)]  # type: ignore[arg-type]
+        if not isinstance(prompts, Sequence) or isinstance(prompts, bytes):
+            raise ValueError(f"prompts must be a prompt or a list of prompts, got {_short(prompts)}")
+        processed = []
+        for i, prompt in enumerate(prompts):
+            try:
+                processed.append(self.process(prompt))  # type: ignore[arg-type]
+            except ValueError as error:
+                raise ValueError(f"prompt {i} of {len(prompts)}: {error}") from None
+        return processed
+
+    def _process_mapping(self, prompt: Mapping[str, Any]) -> ProcessedPrompt:
+        known = {"prompt", "prompt_token_ids"}
+        for key in prompt:
+            if key not in known:
+                raise ValueError(unknown_option_message("a prompt", str(key), known))
+        text = prompt.get("prompt")
+        if text is not None and not isinstance(text, str):
+            raise ValueError(f"'prompt' must be a string, got {_short(text)}")
+        token_ids = prompt.get("prompt_token_ids")
+        if token_ids is not None:
+            return ProcessedPrompt(text, self._check_ids(token_ids))
+        if text is None:
+            raise ValueError("a prompt must have 'prompt' or 'prompt_token_ids', and has neither")
+        return ProcessedPrompt(text, self._encode(text))
+
+    def _encode(self, text: str) -> list[int]:
+        if self._tokenizer is None:
+            raise ValueError(
+                "a prompt given as text needs a tokenizer: give {'prompt_token_ids': [...]}, or do without "
+                "skip_tokenizer_init"
+            )
+        token_ids: list[int] = self._tokenizer.encode(text)
+        if not token_ids:
+            raise ValueError("the prompt is empty: it must have at least one token")
+        return token_ids
+
+    def _check_ids(self, token_ids: Any) -> list[int]:
+        if not isinstance(token_ids, Sequence) or isinstance(token_ids, str | bytes):
+            try:
+                token_ids = token_ids.tolist()  # an array or a tensor
+            except AttributeError:
+                raise ValueError(f"a prompt's token ids must be a list, got {_short(token_ids)}") from None
+        checked = []
+        for token_id in token_ids:
+            try:
+                value = None if isinstance(token_id, bool) else token_id.__index__()
+            except AttributeError:
+                value = None
+            if value is None or not 0 <= value < self._vocab_size:
+                raise ValueError(
+                    f"a prompt's token ids must be integers in [0, {self._vocab_size}), the vocabulary, got "
+                    f"{_short(token_id)}"
+                )
+            checked.append(value)
+        if not checked:
+            raise ValueError("the prompt is empty: it must have at least one token")
+        return checked
+
+
+def _is_token_ids(prompts: Any) -> bool:
+    """Whether this is one prompt as a bare list of token ids, and not a list of prompts."""
+    return isinstance(prompts, Sequence) and len(prompts) > 0 and all(hasattr(x, "__index__") for x in prompts)
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."

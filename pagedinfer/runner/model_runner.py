@@ -1,0 +1,153 @@
+"""Executes batches: moves blocks, runs the model on the step's tokens, draws the next ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from pagedinfer import ops
+from pagedinfer.engine.batch import Batch, StepOutput
+from pagedinfer.layers.attention import AttentionBatch
+from pagedinfer.models.model_config import ModelConfig
+from pagedinfer.runner.input_batch import InputBatch, StepInputs
+from pagedinfer.runner.kv_cache import KVCache
+from pagedinfer.runner.sampler import Sampler
+
+
+@contextmanager
+def _full_float32() -> Iterator[None]:
+    """float32 products in float32, without TF32 or bfloat16, whatever the application has chosen."""
+    before = torch.get_float32_matmul_precision()
+    if before == "highest":
+        yield
+        return
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+class StepResult:
+    """What a step drew, on its way to the host."""
+
+    def __init__(self, token_ids: Tensor, logprobs: Tensor) -> None:
+        self._token_ids = token_ids.to("cpu", non_blocking=True)
+        self._logprobs = logprobs.to("cpu", non_blocking=True)
+        self._ready: torch.cuda.Event | None = None
+        if token_ids.is_cuda:
+            self._ready = torch.cuda.Event()
+            self._ready.record()
+
+    def result(self) -> StepOutput:
+        """Waits until the tokens are on the host."""
+        if self._ready is not None:
+            self._ready.synchronize()
+        return StepOutput(self._token_ids.numpy(), self._logprobs.numpy())
+
+
+class NothingDrawn:
+    """The result of a step in which no request draws a token."""
+
+    def result(self) -> StepOutput:
+        return StepOutput(np.empty(0, np.int64), np.empty(0, np.float32))
+
+
+class ModelRunner:
+    """A model, its KV cache and the state of the requests in its slots."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        config: ModelConfig,
+        cache: KVCache,
+        *,
+        max_num_seqs: int,
+        max_model_len: int,
+        device: torch.device,
+    ) -> None:
+        self._model = model
+        self._config = config
+        self._cache = cache
+        self._inputs = InputBatch(
+            max_num_seqs=max_num_seqs,
+            max_model_len=max_model_len,
+            block_size=cache.shape.block_size,
+            device=device,
+        )
+        self._sampler = Sampler(max_num_seqs=max_num_seqs, vocab_size=config.vocab_size, device=device)
+
+    @torch.inference_mode()
+    def execute(self, batch: Batch) -> StepResult | NothingDrawn:
+        """Starts a step and returns at once; the handle's `result` waits for what it drew."""
+        for slot in batch.released_slots:
+            self._inputs.release(slot)
+        for admitted in batch.admitted:
+            self._inputs.admit(admitted)
+            self._sampler.set(admitted.slot, admitted.sampling_params, admitted.seed)
+        for request in batch.requests:
+            if request.new_block_ids:
+                self._inputs.append_blocks(request.slot, request.new_block_ids)
+        self._cache.move(batch)
+        if not batch.requests:
+            return NothingDrawn()
+        inputs = self._inputs.prepare(batch)
+        logits = self._compute_logits(inputs)
+        if logits is None:
+            return NothingDrawn()
+        token_ids, logprobs = self._sampler.sample(logits, inputs.sample_slots, inputs.output_positions)
+        self._inputs.set_last_tokens(inputs.sample_slots, token_ids)
+        return StepResult(token_ids, logprobs)
+
+    @torch.inference_mode()
+    def profile(self, batch: Batch) -> None:
+        """Runs a batch of new requests from end to end, but writes nothing into the cache."""
+        for admitted in batch.admitted:
+            self._inputs.admit(admitted)
+            self._sampler.set(admitted.slot, admitted.sampling_params, admitted.seed)
+        inputs = self._inputs.prepare(batch)
+        inputs.slot_mapping.fill_(-1)
+        logits = self._compute_logits(inputs)
+        if logits is not None:
+            self._sampler.sample(logits, inputs.sample_slots, inputs.output_positions)
+
+    def _compute_logits(self, inputs: StepInputs) -> Tensor | None:
+        """Runs the model; the logits of the rows that draw, [S, padded vocabulary], None if none does."""
+        with _full_float32():
+            return self._forward(inputs)
+
+    def _forward(self, inputs: StepInputs) -> Tensor | None:
+        hidden = self._model(inputs.input_ids, inputs.positions, self._cache.blocks, self._attention(inputs))
+        if inputs.sample_slots.shape[0] == 0:
+            return None
+        if inputs.sample_rows is not None:
+            hidden = hidden.index_select(0, inputs.sample_rows)
+        logits: Tensor = self._model.compute_logits(hidden)
+        return logits
+
+    def _attention(self, inputs: StepInputs) -> AttentionBatch:
+        plans = {
+            window: ops.attention_plan(
+                inputs.query_start_loc,
+                inputs.seq_lens,
+                num_tokens=inputs.input_ids.shape[0],
+                max_query_len=inputs.max_query_len,
+                num_heads=self._config.num_heads,
+                num_kv_heads=self._config.num_kv_heads,
+                head_dim=self._config.head_dim,
+                block_size=self._cache.shape.block_size,
+                sliding_window=window,
+            )
+            for window in self._config.sliding_windows
+        }
+        return AttentionBatch(
+            slot_mapping=inputs.slot_mapping,
+            block_table=inputs.block_table,
+            query_start_loc=inputs.query_start_loc,
+            seq_lens=inputs.seq_lens,
+            plans=plans,
+        )

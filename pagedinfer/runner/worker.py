@@ -1,0 +1,252 @@
+"""One device with its model, weights and KV cache: what an engine hands its batches to."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import time
+
+import torch
+from torch import nn
+
+from pagedinfer.config import EngineConfig
+from pagedinfer.engine.batch import Batch, StepHandle
+from pagedinfer.errors import OutOfMemoryError
+from pagedinfer.logging import get_logger
+from pagedinfer.models.model_config import ModelConfig
+from pagedinfer.models.registry import build_model
+from pagedinfer.models.weights import load_weights
+from pagedinfer.runner.device import resolve_device, resolve_dtype
+from pagedinfer.runner.kv_cache import KVCache, KVCacheShape
+from pagedinfer.runner.memory import GIB, KVCacheSize, Memory, cpu_memory, describe_bytes, size_kv_cache
+from pagedinfer.runner.model_runner import ModelRunner
+from pagedinfer.runner.profile import GpuMemoryMeter, largest_batch, margin
+
+logger = get_logger(__name__)
+
+_LARGE_GPU = 70 * GIB
+_DEFAULT_SWAP_SPACE = 4 * GIB
+
+
+class Worker:
+    """Loads a model onto a device, gives it as much KV cache as fits, and executes batches.
+
+    Raises:
+        ValueError: a device that cannot be used, or a max_model_len beyond the model's.
+        OutOfMemoryError: the weights, the KV cache or the swap space do not fit.
+    """
+
+    def __init__(self, config: EngineConfig, model_config: ModelConfig) -> None:
+        self.device = resolve_device(config.device)
+        self.dtype = resolve_dtype(config.dtype, model_config.dtype, self.device)
+        self._config = config
+        self._model_config = model_config
+        self._meter = GpuMemoryMeter(self.device) if self.device.type == "cuda" else None
+        self.max_num_seqs, self.max_num_batched_tokens = self._limits()
+        wanted_len = config.max_model_len
+        if wanted_len is not None and wanted_len > model_config.max_position_embeddings:
+            raise ValueError(
+                f"max_model_len must be at most {model_config.max_position_embeddings} tokens, the model's "
+                f"max_position_embeddings, got {wanted_len}"
+            )
+        self._shape = KVCacheShape(
+            num_layers=model_config.num_layers,
+            num_kv_heads=model_config.num_kv_heads,
+            block_size=config.block_size,
+            head_dim=model_config.head_dim,
+            dtype=self.dtype,
+        )
+        self._model = self._load()
+        size = self._size_cache()
+        self.max_model_len = size.max_model_len
+        self.num_blocks = size.num_blocks
+        self.num_cpu_blocks = self._swap_space() // self._shape.block_bytes
+        self._runner = self._make_runner(self.num_blocks, self.num_cpu_blocks, self.max_model_len)
+        num_tokens = self.num_blocks * config.block_size
+        logger.info(
+            "KV cache: %s tokens (%s blocks, %s); %.1f requests of %s tokens at once",
+            f"{num_tokens:,}",
+            f"{self.num_blocks:,}",
+            describe_bytes(self.num_blocks * self._shape.block_bytes),
+            num_tokens / self.max_model_len,
+            f"{self.max_model_len:,}",
+        )
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a block of the KV cache."""
+        return self._shape.block_bytes
+
+    def execute(self, batch: Batch) -> StepHandle:
+        """Starts a step; see `ModelRunner.execute`."""
+        return self._runner.execute(batch)
+
+    def close(self) -> None:
+        """Gives the weights' and the cache's memory back to the system. The worker is of no use after."""
+        if self._meter is not None:
+            self._log_peak(self._meter)
+        del self._runner, self._model
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+            torch.cuda.empty_cache()
+            torch._C._host_emptyCache()
+        _trim_heap()
+
+    def _limits(self) -> tuple[int, int]:
+        """max_num_seqs and max_num_batched_tokens, by the size of the device where they were not given."""
+        if self._meter is None:
+            seqs, tokens = 256, 2048
+        elif self._meter.total >= _LARGE_GPU:
+            seqs, tokens = 1024, 16384
+        else:
+            seqs, tokens = 256, 8192
+        return self._config.max_num_seqs or seqs, self._config.max_num_batched_tokens or tokens
+
+    def _memory(self) -> Memory:
+        """The device's memory; on a GPU what was free when the worker was made."""
+        return cpu_memory() if self._meter is None else Memory(self._meter.total, self._meter.free)
+
+    def _load(self) -> nn.Module:
+        started = time.monotonic()
+        blueprint = build_model(self._model_config, self.dtype, torch.device("meta"))
+        num_bytes = sum(parameter.nbytes for parameter in blueprint.parameters())
+        memory = self._memory()
+        if num_bytes > memory.free:
+            raise OutOfMemoryError(
+                f"the weights need {describe_bytes(num_bytes)}; of {describe_bytes(memory.total)} in total, "
+                f"{describe_bytes(memory.free)} are free on {self.device}"
+            )
+        model: nn.Module = build_model(self._model_config, self.dtype, self.device)
+        load_weights(model, self._config.model, self._config.load_format)
+        logger.info(
+            "%s: %s of weights in %.1f s, %s on %s",
+            self._model_config.architecture,
+            describe_bytes(num_bytes),
+            time.monotonic() - started,
+            str(self.dtype).removeprefix("torch."),
+            self.device if self._meter is None else torch.cuda.get_device_name(self.device),
+        )
+        return model
+
+    def _make_runner(self, num_blocks: int, num_cpu_blocks: int, max_model_len: int) -> ModelRunner:
+        cache = KVCache(
+            self._shape, num_blocks=num_blocks, num_cpu_blocks=num_cpu_blocks, device=self.device
+        )
+        return ModelRunner(
+            self._model,
+            self._model_config,
+            cache,
+            max_num_seqs=self.max_num_seqs,
+            max_model_len=max_model_len,
+            device=self.device,
+        )
+
+    def _size_cache(self) -> KVCacheSize:
+        config = self._config
+        explicit = config.kv_cache_memory_bytes
+        if self._meter is None:
+            memory = cpu_memory()
+            available = memory.free // 4 if explicit is None else explicit
+            if available > memory.free:
+                raise OutOfMemoryError(
+                    f"kv_cache_memory_bytes={available} ({describe_bytes(available)}) is more than is free: "
+                    f"{describe_bytes(memory.free)} of {describe_bytes(memory.total)}"
+                )
+            if explicit is None and config.num_gpu_blocks_override is not None:
+                available = memory.free
+            parameter = "kv_cache_memory_bytes"
+        else:
+            memory = self._memory()
+            utilization = config.gpu_memory_utilization if explicit is None else 1.0
+            available = self._profile(self._meter, utilization)
+            parameter = "gpu_memory_utilization" if explicit is None else "kv_cache_memory_bytes"
+            if explicit is not None:
+                if explicit > available:
+                    raise OutOfMemoryError(
+                        f"kv_cache_memory_bytes={explicit} ({describe_bytes(explicit)}) is more than there is "
+                        f"room for beside the weights and the largest step: {describe_bytes(available)}; of "
+                        f"{describe_bytes(memory.total)} in total, {describe_bytes(memory.free)} were free"
+                    )
+                available = explicit
+        return size_kv_cache(
+            available_bytes=available,
+            block_bytes=self._shape.block_bytes,
+            block_size=config.block_size,
+            model_max_len=self._model_config.max_position_embeddings,
+            max_model_len=config.max_model_len,
+            num_blocks_override=config.num_gpu_blocks_override,
+            memory=memory,
+            parameter=parameter,
+        )
+
+    def _profile(self, meter: GpuMemoryMeter, utilization: float) -> int:
+        """Runs the largest step; the bytes that it leaves of a share of the memory for the KV cache."""
+        config = self._config
+        if config.gpu_memory_utilization > 0.95:
+            logger.warning(
+                "gpu_memory_utilization=%g leaves little for other processes and for fragmentation; above "
+                "0.95 a run may end in an out-of-memory error",
+                config.gpu_memory_utilization,
+            )
+        meter.reset_peak()
+        weights = meter.peak_reserved()
+        max_model_len = config.max_model_len or self._model_config.max_position_embeddings
+        runner = self._make_runner(1, 0, max_model_len)
+        batch = largest_batch(
+            max_num_seqs=self.max_num_seqs,
+            max_num_batched_tokens=self.max_num_batched_tokens,
+            max_model_len=max_model_len,
+        )
+        runner.profile(batch)
+        step = meter.peak_reserved() - weights
+        # A step's block tables, which the profile run has short, and the copy that is still in flight.
+        step += 2 * 4 * self.max_num_seqs * -(-max_model_len // config.block_size)
+        outside = meter.outside_torch()
+        del runner
+        budget = int(meter.free * utilization)
+        spare = margin(step)
+        left = budget - weights - step - outside - spare
+        logger.info(
+            "GPU memory: %s, of which %s were free to us; budget %s (gpu_memory_utilization=%g): weights %s, "
+            "largest step %s, outside torch %s, margin %s, KV cache %s",
+            describe_bytes(meter.total),
+            describe_bytes(meter.free),
+            describe_bytes(budget),
+            utilization,
+            *(describe_bytes(part) for part in (weights, step, outside, spare, max(0, left))),
+        )
+        return left
+
+    def _swap_space(self) -> int:
+        """Bytes of CPU memory to swap to."""
+        asked = self._config.swap_space
+        free = cpu_memory().free
+        if asked is None:
+            return min(_DEFAULT_SWAP_SPACE, free // 4) if self.device.type == "cuda" else 0
+        wanted = int(asked * GIB)
+        if wanted > free:
+            raise OutOfMemoryError(
+                f"swap_space={asked:g} GiB is more than is free: {describe_bytes(free)} of CPU memory"
+            )
+        return wanted
+
+    def _log_peak(self, meter: GpuMemoryMeter) -> None:
+        utilization = self._config.gpu_memory_utilization
+        peak = meter.peak_reserved() + meter.outside_torch()
+        budget = int(meter.free * utilization)
+        would_fit = min(0.95, utilization + (budget - peak) / meter.free)
+        logger.info(
+            "GPU memory: a peak of %s in a budget of %s; gpu_memory_utilization=%.2f would have fit",
+            describe_bytes(peak),
+            describe_bytes(budget),
+            would_fit,
+        )
+
+
+def _trim_heap() -> None:
+    """Has the C library give free pages back, which it keeps for tensors of less than some MiB."""
+    try:
+        ctypes.CDLL("libc.so.6").malloc_trim(0)
+    except (OSError, AttributeError):  # not glibc
+        return
