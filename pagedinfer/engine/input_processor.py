@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import TYPE_CHECKING, Any, TypedDict
 
 from pagedinfer.config import unknown_option_message
@@ -58,10 +59,12 @@ class InputProcessor:
 
     def process_all(self, prompts: Prompt | Sequence[Prompt]) -> list[ProcessedPrompt]:
         """One prompt or a list of them; the message of an error says which of them is wrong."""
-        if isinstance(prompts, str | Mapping) or _is_token_ids(prompts):
-            return [self.process(prompts)]  # type: ignore[arg-type]
+        if isinstance(prompts, str | Mapping):
+            return [self.process(prompts)]
         if not isinstance(prompts, Sequence) or isinstance(prompts, bytes):
             raise ValueError(f"prompts must be a prompt or a list of prompts, got {_short(prompts)}")
+        if prompts and isinstance(prompts[0], Integral):  # one prompt, as a bare list of token ids
+            return [self.process(prompts)]  # type: ignore[arg-type]
         processed = []
         for i, prompt in enumerate(prompts):
             try:
@@ -102,26 +105,17 @@ class InputProcessor:
                 token_ids = token_ids.tolist()  # an array or a tensor
             except AttributeError:
                 raise ValueError(f"a prompt's token ids must be a list, got {_short(token_ids)}") from None
-        checked = []
-        for token_id in token_ids:
-            try:
-                value = None if isinstance(token_id, bool) else token_id.__index__()
-            except AttributeError:
-                value = None
-            if value is None or not 0 <= value < self._vocab_size:
-                raise ValueError(
-                    f"a prompt's token ids must be integers in [0, {self._vocab_size}), the vocabulary, got "
-                    f"{_short(token_id)}"
-                )
-            checked.append(value)
-        if not checked:
+        if not token_ids:
             raise ValueError("the prompt is empty: it must have at least one token")
-        return checked
-
-
-def _is_token_ids(prompts: Any) -> bool:
-    """Whether this is one prompt as a bare list of token ids, and not a list of prompts."""
-    return isinstance(prompts, Sequence) and len(prompts) > 0 and all(hasattr(x, "__index__") for x in prompts)
+        wrong = [x for x in token_ids if type(x) is bool or not isinstance(x, Integral)]
+        if not wrong and (min(token_ids) < 0 or max(token_ids) >= self._vocab_size):
+            wrong = [x for x in token_ids if not 0 <= x < self._vocab_size]
+        if wrong:
+            raise ValueError(
+                f"a prompt's token ids must be integers in [0, {self._vocab_size}), the vocabulary, got "
+                f"{_short(wrong[0])}"
+            )
+        return [int(x) for x in token_ids]
 
 
 def _short(value: Any) -> str:

@@ -1,0 +1,65 @@
+"""EngineConfig: what it takes and what it refuses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from pagedinfer.config import EngineConfig, unknown_option_message
+
+
+def test_defaults_are_valid() -> None:
+    config = EngineConfig(model="m")
+    assert config.block_size == 16
+    assert config.gpu_memory_utilization == 0.92
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("model", ""),
+        ("model", 3),
+        ("tokenizer", ""),
+        ("skip_tokenizer_init", 1),
+        ("dtype", "int8"),
+        ("dtype", 16),
+        ("load_format", "pickle"),
+        ("device", "tpu"),
+        ("seed", -1),
+        ("seed", 2**64),
+        ("seed", True),
+        ("gpu_memory_utilization", 0.0),
+        ("gpu_memory_utilization", 1.01),
+        ("gpu_memory_utilization", float("nan")),
+        ("gpu_memory_utilization", "half"),
+        ("kv_cache_memory_bytes", 0),
+        ("kv_cache_memory_bytes", 1.5),
+        ("num_gpu_blocks_override", 0),
+        ("block_size", 12),
+        ("block_size", 1),
+        ("max_model_len", 0),
+        ("max_num_seqs", -3),
+        ("max_num_batched_tokens", 0),
+        ("long_prefill_token_threshold", -1),
+        ("scheduling_policy", "lifo"),
+        ("preemption_mode", "abort"),
+        ("swap_space", -1.0),
+        ("swap_space", float("inf")),
+    ],
+)
+def test_a_wrong_value_is_named_with_what_would_be_right(name: str, value: Any) -> None:
+    options = {"model": "m"} | {name: value}
+    with pytest.raises(ValueError, match=f"^{name} must be") as error:
+        EngineConfig(**options)
+    assert repr(value) in str(error.value)
+
+
+@pytest.mark.parametrize(("given", "meant"), [("half", "float16"), ("float", "float32"), ("auto", "auto")])
+def test_dtype_names(given: str, meant: str) -> None:
+    assert EngineConfig(model="m", dtype=given).dtype == meant
+
+
+def test_an_unknown_option_gets_a_suggestion() -> None:
+    assert "did you mean 'max_num_seqs'?" in unknown_option_message("LLM", "max_seqs")
+    assert unknown_option_message("LLM", "zzz") == "LLM has no parameter 'zzz'"
