@@ -17,3 +17,7 @@ class OutOfMemoryError(PagedinferError):
 
 class WeightsError(PagedinferError):
     """A checkpoint that does not fit its model: names missing, unexpected, or of another shape."""
+
+
+class DeviceError(PagedinferError):
+    """The device that was asked for cannot be used; the message says why, with both sides' versions."""

@@ -21,16 +21,16 @@ otherwise.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from pagedinfer.kernel_library import load_kernels
+
 HEAD_DIMS = (64, 80, 96, 112, 128, 256)
 BLOCK_SIZES = (8, 16, 32, 64)
 
-torch.ops.load_library(str(Path(__file__).with_name("_kernels.so")))
-_ops = torch.ops.pagedinfer
+_ops = load_kernels()
 
 
 # ---- attention -------------------------------------------------------------------------------------
@@ -234,7 +234,7 @@ def copy_blocks(kv_cache: Tensor, mapping: Tensor) -> None:
 
 
 def swap_blocks(source: Tensor, destination: Tensor, mapping: Tensor) -> None:
-    """Copies whole blocks between caches: block `mapping[i, 0]` of `source` to `mapping[i, 1]` of `destination`.
+    """Copies whole blocks between caches: `source` block `mapping[i, 0]` to `destination` block `mapping[i, 1]`.
 
     Between a GPU and the CPU the copies are asynchronous on the current stream; the CPU side must be
     pinned, and both tensors stay alive until the stream has passed. Neighbouring blocks are merged into
@@ -304,9 +304,7 @@ def sample_tokens(
     if token_ids is None:
         token_ids = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
     if workspace is None:
-        workspace = torch.empty(
-            sample_tokens_workspace_size(logits), dtype=torch.uint8, device=logits.device
-        )
+        workspace = torch.empty(sample_tokens_workspace_size(logits), dtype=torch.uint8, device=logits.device)
     _ops.sample_tokens(
         logits,
         slots,
@@ -411,9 +409,7 @@ def silu_and_mul(input: Tensor, out: Tensor | None = None) -> Tensor:
         ValueError: shapes, dtypes, devices or strides that do not fit, or an odd width.
     """
     if out is None:
-        out = torch.empty(
-            (*input.shape[:-1], input.shape[-1] // 2), dtype=input.dtype, device=input.device
-        )
+        out = torch.empty((*input.shape[:-1], input.shape[-1] // 2), dtype=input.dtype, device=input.device)
     _ops.silu_and_mul(input, out)
     return out
 

@@ -126,7 +126,7 @@ def _same(left: Path, right: Path) -> bool:
 
 
 def _configure(source: Path, folder: Path, modules: Path, settings: BuildSettings) -> None:
-    """Runs CMake, unless it has run with these very arguments. (ninja runs it when CMakeLists.txt changes.)"""
+    """Runs CMake unless it has run with these very arguments; ninja does so when CMakeLists.txt changes."""
     command = [
         settings.cmake,
         "-S",

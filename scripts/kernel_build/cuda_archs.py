@@ -1,4 +1,4 @@
-"""Which GPUs the CUDA kernels are compiled for, in CMake's spelling: "80-real" is code, "90-virtual" is PTX."""
+"""Which GPUs the CUDA kernels are compiled for, in CMake's spelling: "80-real" is code, "90-virtual" PTX."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ def parse_archs(text: str) -> tuple[str, ...]:
         found = re.fullmatch(r"(?:sm_|compute_)?(\d{1,2})\.?(\d)([af]?)(-real|-virtual|\+PTX)?", item)
         if found is None:
             raise BuildError(
-                f"PAGEDINFER_CUDA_ARCHS: {item!r} is not an architecture; right are 80, 90a, 9.0, 90-virtual (PTX)"
+                f"PAGEDINFER_CUDA_ARCHS: {item!r} is not an architecture; "
+                "right would be 80, 90a, 9.0 or 90-virtual (PTX)"
             )
         major, minor, variant, suffix = found.groups()
         if (int(major), int(minor)) < MIN_CAPABILITY:

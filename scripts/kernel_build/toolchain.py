@@ -130,8 +130,8 @@ def find_nvcc() -> Nvcc | None:
         raise BuildError(f"{path} does not run; set CUDA_HOME to a working toolkit, or PAGEDINFER_CUDA=0")
     if version < MIN_NVCC:
         raise BuildError(
-            f"nvcc {version[0]}.{version[1]} ({path}) is too old: CUDA >= {MIN_NVCC[0]}.{MIN_NVCC[1]} is needed; "
-            "set CUDA_HOME to a newer toolkit, or PAGEDINFER_CUDA=0"
+            f"nvcc {version[0]}.{version[1]} ({path}) is too old: {MIN_NVCC[0]}.{MIN_NVCC[1]} or newer is "
+            "needed; set CUDA_HOME to a newer toolkit, or PAGEDINFER_CUDA=0"
         )
     return Nvcc(path, version)
 

@@ -92,8 +92,8 @@ def _first_torch() -> TorchInstall:
             return torch
         searched.append(str(directory))
     raise BuildError(
-        f"no torch found; pagedinfer needs {_WANTED}: install it first (pip install torch) or name its folder "
-        f"in PAGEDINFER_TORCH_DIR. Searched: {', '.join(searched)}"
+        f"no torch found, and pagedinfer needs {_WANTED}: install it first (pip install torch) or name its "
+        f"folder in PAGEDINFER_TORCH_DIR. Searched: {', '.join(searched)}"
     )
 
 
@@ -107,7 +107,7 @@ def _check(torch: TorchInstall) -> None:
 
 
 def site_directories() -> Iterator[tuple[str, Path]]:
-    """The folders that hold installed packages, in the interpreter's own order, each with a name for the user."""
+    """The folders of installed packages, in the interpreter's own order, each with a name for the user."""
     seen: set[Path] = set()
     for name, directory in _all_site_directories():
         path = Path(directory)
