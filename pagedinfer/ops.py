@@ -234,7 +234,7 @@ def copy_blocks(kv_cache: Tensor, mapping: Tensor) -> None:
 
 
 def swap_blocks(source: Tensor, destination: Tensor, mapping: Tensor) -> None:
-    """Copies whole blocks between caches: `source` block `mapping[i, 0]` to `destination` block `mapping[i, 1]`.
+    """Copies whole blocks between caches: block `mapping[i, 0]` of one to `mapping[i, 1]` of the other.
 
     Between a GPU and the CPU the copies are asynchronous on the current stream; the CPU side must be
     pinned, and both tensors stay alive until the stream has passed. Neighbouring blocks are merged into
