@@ -1,5 +1,5 @@
-// The table of contents of the kernels: every op's schema, with what it does in one line. An argument
-// marked (a!) is written. Shapes, dtypes and errors stand in pagedinfer/ops.py.
+// The table of contents of the kernels: every op's schema, with what it does in one line. An
+// argument marked (a!) is written. Shapes, dtypes and errors stand in pagedinfer/ops.py.
 
 #include <torch/csrc/stable/library.h>
 
@@ -9,7 +9,8 @@ STABLE_TORCH_LIBRARY(pagedinfer, m) {
   // ---- attention ----
   // Lengths of the two buffers that a batch of this size needs: (plan int32s, workspace float32s).
   m.def(
-      "attention_plan_sizes(Tensor query_start_loc, int num_tokens, int max_query_len, int num_heads, "
+      "attention_plan_sizes(Tensor query_start_loc, int num_tokens, int max_query_len, int "
+      "num_heads, "
       "int num_kv_heads, int head_dim, int block_size) -> (int, int)");
   // Cuts a batch into pieces of equal work, once a step; every layer's paged_attention follows it.
   m.def(
@@ -42,7 +43,8 @@ STABLE_TORCH_LIBRARY(pagedinfer, m) {
   // ---- layers ----
   // out = RMSNorm(input) * weight; with a residual: residual += input, then the norm of that.
   m.def(
-      "rms_norm(Tensor input, Tensor weight, float epsilon, Tensor(a!) out, Tensor(b!)? residual) -> ()");
+      "rms_norm(Tensor input, Tensor weight, float epsilon, Tensor(a!) out, Tensor(b!)? residual) "
+      "-> ()");
   // Rotates query and key in place by their positions' angles (RoPE).
   m.def(
       "rotary_embedding(Tensor positions, Tensor(a!) query, Tensor(b!)? key, Tensor cos_sin_cache, "
@@ -52,17 +54,17 @@ STABLE_TORCH_LIBRARY(pagedinfer, m) {
 }
 
 // One entry serves both devices: it looks at its tensors and takes the CPU or the CUDA kernel.
-#define PAGEDINFER_IMPLEMENT(m)                                                                    \
-  m.impl("attention_plan_sizes", TORCH_BOX(&pagedinfer::attention_plan_sizes));                    \
-  m.impl("attention_plan", TORCH_BOX(&pagedinfer::attention_plan));                                \
-  m.impl("paged_attention", TORCH_BOX(&pagedinfer::paged_attention));                              \
-  m.impl("store_kv", TORCH_BOX(&pagedinfer::store_kv));                                            \
-  m.impl("copy_blocks", TORCH_BOX(&pagedinfer::copy_blocks));                                      \
-  m.impl("swap_blocks", TORCH_BOX(&pagedinfer::swap_blocks));                                      \
-  m.impl("sample_tokens_workspace_size", TORCH_BOX(&pagedinfer::sample_tokens_workspace_size));    \
-  m.impl("sample_tokens", TORCH_BOX(&pagedinfer::sample_tokens));                                  \
-  m.impl("rms_norm", TORCH_BOX(&pagedinfer::rms_norm));                                            \
-  m.impl("rotary_embedding", TORCH_BOX(&pagedinfer::rotary_embedding));                            \
+#define PAGEDINFER_IMPLEMENT(m)                                                                 \
+  m.impl("attention_plan_sizes", TORCH_BOX(&pagedinfer::attention_plan_sizes));                 \
+  m.impl("attention_plan", TORCH_BOX(&pagedinfer::attention_plan));                             \
+  m.impl("paged_attention", TORCH_BOX(&pagedinfer::paged_attention));                           \
+  m.impl("store_kv", TORCH_BOX(&pagedinfer::store_kv));                                         \
+  m.impl("copy_blocks", TORCH_BOX(&pagedinfer::copy_blocks));                                   \
+  m.impl("swap_blocks", TORCH_BOX(&pagedinfer::swap_blocks));                                   \
+  m.impl("sample_tokens_workspace_size", TORCH_BOX(&pagedinfer::sample_tokens_workspace_size)); \
+  m.impl("sample_tokens", TORCH_BOX(&pagedinfer::sample_tokens));                               \
+  m.impl("rms_norm", TORCH_BOX(&pagedinfer::rms_norm));                                         \
+  m.impl("rotary_embedding", TORCH_BOX(&pagedinfer::rotary_embedding));                         \
   m.impl("silu_and_mul", TORCH_BOX(&pagedinfer::silu_and_mul))
 
 STABLE_TORCH_LIBRARY_IMPL(pagedinfer, CPU, m) { PAGEDINFER_IMPLEMENT(m); }
