@@ -1,0 +1,191 @@
+"""Tokens a second of the whole engine, offline, beside transformers' `generate` in the same run.
+
+    python benchmarks/bench_engine.py --model FOLDER --workloads 1x64x128,16x64x128 --vs transformers
+    python benchmarks/bench_engine.py --model llama-3-8b --workloads W1,W3,W6b
+
+`--model` is a folder with weights, or a name of benchmarks/model_shapes.py: that shape with random
+weights. Requests are greedy token ids that ignore EOS, so that every engine generates the same number of
+tokens; W2s samples. After a short warm-up each workload runs `--repeats` times, the prefix cache reset in
+between, and the best run counts. transformers runs each batch as one static, left-padded batch, which
+waits for its slowest request.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from model_shapes import SHAPES, write_shape
+from workloads import Batch, Workload, workload
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", required=True, help="a folder, or one of " + ", ".join(SHAPES))
+    parser.add_argument("--workloads", default="1x64x128,16x64x128", help="names, comma-separated")
+    parser.add_argument("--vs", default="", help="peers, comma-separated: transformers")
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--json", type=Path, help="write the results here too")
+    args = parser.parse_args()
+
+    with tempfile.TemporaryDirectory() as scratch:
+        random_weights = args.model in SHAPES
+        folder = write_shape(args.model, Path(scratch)) if random_weights else Path(args.model)
+        vocab_size = json.loads((folder / "config.json").read_text())["vocab_size"]
+        works = [workload(name, vocab_size) for name in args.workloads.split(",")]
+        results: dict[str, Any] = {"machine": machine(), "model": args.model, "rows": []}
+        engines = {"pagedinfer": run_pagedinfer}
+        if "transformers" in args.vs.split(","):
+            engines["transformers"] = run_transformers
+        for engine, run in engines.items():
+            for row in run(folder, random_weights, works, args):
+                results["rows"].append({"engine": engine, **row})
+                print_row(results["rows"][-1])
+    if args.json:
+        args.json.parent.mkdir(parents=True, exist_ok=True)
+        args.json.write_text(json.dumps(results, indent=1))
+
+
+def machine() -> dict[str, Any]:
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    return {
+        "gpu": gpu,
+        "cpu": platform.processor() or platform.machine(),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
+
+
+def print_row(row: dict[str, Any]) -> None:
+    print(
+        f"{row['engine']:>13}  {row['workload']:>12}  {row['seconds']:8.2f} s  "
+        f"input {row['input_tok_s']:10,.1f} tok/s  output {row['output_tok_s']:10,.1f} tok/s",
+        flush=True,
+    )
+
+
+def timed(
+    work: Workload, repeats: int, generate: Callable[[Batch], int], reset: Callable[[], Any]
+) -> dict[str, Any]:
+    """The best of `repeats` runs. `generate` returns how many tokens it generated: all that were asked for."""
+    seconds = []
+    for _ in range(repeats):
+        reset()
+        start = time.perf_counter()
+        generated = sum(generate(batch) for batch in work.batches)
+        seconds.append(time.perf_counter() - start)
+        if generated != work.output_tokens:
+            raise SystemExit(f"{work.name}: {generated} tokens came, {work.output_tokens} were asked for")
+    best = min(seconds)
+    return {
+        "workload": work.name,
+        "requests": work.num_requests,
+        "seconds": best,
+        "all_seconds": seconds,
+        "input_tok_s": work.input_tokens / best,
+        "output_tok_s": work.output_tokens / best,
+    }
+
+
+def run_pagedinfer(
+    folder: Path, random_weights: bool, works: list[Workload], args: argparse.Namespace
+) -> list[dict[str, Any]]:
+    start = time.perf_counter()
+    from pagedinfer import LLM, SamplingParams
+
+    llm = LLM(
+        str(folder),
+        dtype=args.dtype,
+        device=args.device,
+        load_format="dummy" if random_weights else "auto",
+        max_model_len=max(work.max_context for work in works) + 16,
+        skip_tokenizer_init=True,
+    )
+    print(f"   pagedinfer  ready after {time.perf_counter() - start:.1f} s", flush=True)
+    sampled = {"temperature": 0.8, "top_p": 0.95, "top_k": 50, "seed": 0}
+
+    def generate(batch: Batch, sampling: dict[str, Any]) -> int:
+        outputs = llm.generate(
+            [{"prompt_token_ids": prompt} for prompt, _ in batch],
+            [
+                SamplingParams(max_tokens=length, ignore_eos=True, detokenize=False, **sampling)
+                for _, length in batch
+            ],
+            use_tqdm=False,
+        )
+        return sum(len(output.outputs[0].token_ids) for output in outputs)
+
+    rows = []
+    with llm:
+        for work in works:
+            sampling = sampled if work.name == "W2s" else {"temperature": 0.0}
+            warm_up = [(prompt, min(length, 8)) for prompt, length in work.batches[0][:8]]
+            generate(warm_up, sampling)
+            rows.append(
+                timed(
+                    work, args.repeats, lambda batch, s=sampling: generate(batch, s), llm.reset_prefix_cache
+                )
+            )
+    return rows
+
+
+def run_transformers(
+    folder: Path, random_weights: bool, works: list[Workload], args: argparse.Namespace
+) -> list[dict[str, Any]]:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    device = args.device if args.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+    dtype = "auto" if args.dtype == "auto" else getattr(torch, args.dtype)
+    if random_weights:
+        config = AutoConfig.from_pretrained(folder)
+        with torch.device(device):
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    else:
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device)
+    model.eval()
+
+    def generate(batch: Batch) -> int:
+        longest_in = max(len(prompt) for prompt, _ in batch)
+        longest_out = max(length for _, length in batch)
+        ids = torch.zeros(len(batch), longest_in, dtype=torch.int64)
+        mask = torch.zeros_like(ids)
+        for row, (prompt, _) in enumerate(batch):
+            ids[row, longest_in - len(prompt) :] = torch.tensor(prompt)
+            mask[row, longest_in - len(prompt) :] = 1
+        with torch.inference_mode():
+            out = model.generate(
+                input_ids=ids.to(device),
+                attention_mask=mask.to(device),
+                do_sample=False,
+                min_new_tokens=longest_out,
+                max_new_tokens=longest_out,
+                pad_token_id=0,
+            )
+        if out.shape[1] != longest_in + longest_out:
+            raise SystemExit("transformers generated another number of tokens than asked for")
+        return sum(length for _, length in batch)
+
+    rows = []
+    for work in works:
+        generate([(prompt, min(length, 8)) for prompt, length in work.batches[0][:8]])
+        rows.append(timed(work, args.repeats, generate, lambda: None))
+    return rows
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,94 @@
+"""The work that the engine benchmarks do: prompts as token ids with exact output lengths.
+
+A workload is a list of batches; the requests of a batch are submitted at once, batches one after another.
+Everything is drawn from one seed, so that two engines, or two runs, do the same.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+Batch = list[tuple[list[int], int]]  # (prompt token ids, output tokens) for each request
+
+DESCRIPTIONS = {
+    "W1": "200 requests, 64..256 in, 100..300 out",
+    "W2": "256 requests, 100..1,024 in, 100..1,024 out",
+    "W2s": "W2 with temperature 0.8, top_p 0.95, top_k 50",
+    "W3": "1 request, 128 in, 256 out",
+    "W4": "256 requests, 2,048 shared and 64 own in, 128 out",
+    "W5": "16 requests, 16,384 in, 256 out",
+    "W6a": "8 requests one by one, 64 in, 128 out",
+    "W6b": "64 requests together, 64 in, 128 out",
+}
+
+
+@dataclass(frozen=True)
+class Workload:
+    name: str
+    batches: list[Batch]
+
+    @property
+    def num_requests(self) -> int:
+        return sum(len(batch) for batch in self.batches)
+
+    @property
+    def input_tokens(self) -> int:
+        return sum(len(prompt) for batch in self.batches for prompt, _ in batch)
+
+    @property
+    def output_tokens(self) -> int:
+        return sum(length for batch in self.batches for _, length in batch)
+
+    @property
+    def max_context(self) -> int:
+        return max(len(prompt) + length for batch in self.batches for prompt, length in batch)
+
+
+class _Draw:
+    """Random prompts of one seed, clear of the low ids, which are often special."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self._rng = np.random.default_rng(0)
+        self._low = min(1000, vocab_size // 4)
+        self._high = min(vocab_size, 120_000) - 8
+
+    def lengths(self, low: int, high: int, count: int) -> list[int]:
+        return [int(n) for n in self._rng.integers(low, high + 1, size=count)]
+
+    def prompt(self, length: int) -> list[int]:
+        return [int(i) for i in self._rng.integers(self._low, self._high, size=length)]
+
+
+def workload(name: str, vocab_size: int) -> Workload:
+    """One of DESCRIPTIONS, or ad hoc `RxIxO`: R requests at once of I tokens in and O out.
+
+    Raises:
+        ValueError: a name that is neither.
+    """
+    draw = _Draw(vocab_size)
+    if name in ("W1", "W2", "W2s"):
+        count, inputs, outputs = (
+            (200, (64, 256), (100, 300)) if name == "W1" else (256, (100, 1024), (100, 1024))
+        )
+        lengths_in, lengths_out = draw.lengths(*inputs, count), draw.lengths(*outputs, count)
+        batch = [(draw.prompt(i), o) for i, o in zip(lengths_in, lengths_out, strict=True)]
+        return Workload(name, [batch])
+    if name == "W3":
+        return Workload(name, [[(draw.prompt(128), 256)]])
+    if name == "W4":
+        shared = draw.prompt(2048)
+        return Workload(name, [[(shared + draw.prompt(64), 128) for _ in range(256)]])
+    if name == "W5":
+        return Workload(name, [[(draw.prompt(16_384), 256) for _ in range(16)]])
+    if name in ("W6a", "W6b"):
+        requests = [(draw.prompt(64), 128) for _ in range(72)]
+        return Workload(name, [[r] for r in requests[:8]] if name == "W6a" else [requests[8:]])
+    try:
+        count, length_in, length_out = (int(part) for part in name.split("x"))
+    except ValueError:
+        raise ValueError(
+            f"unknown workload {name!r}; known: {', '.join(DESCRIPTIONS)}, or REQUESTSxINxOUT such as 16x64x128"
+        ) from None
+    return Workload(name, [[(draw.prompt(length_in), length_out) for _ in range(count)]])
