@@ -11,6 +11,44 @@ from torch import Tensor
 # ---- attention -------------------------------------------------------------------------------------
 
 
+def paged_attention(
+    query: Tensor,
+    kv_cache: Tensor,
+    block_table: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    *,
+    scale: float,
+    sliding_window: int = 0,
+    logit_cap: float = 0.0,
+) -> Tensor:
+    """float64 [num_tokens, num_heads, head_dim] on the CPU: gather, mask, softmax, one query at a time."""
+    num_tokens, num_heads, head_dim = query.shape
+    block_size = kv_cache.shape[3]
+    group = num_heads // kv_cache.shape[2]
+    out = torch.zeros(num_tokens, num_heads, head_dim, dtype=torch.float64)
+    starts = query_start_loc.tolist()
+    for i, seq_len in enumerate(seq_lens.tolist()):
+        query_len = starts[i + 1] - starts[i]
+        if query_len == 0 or seq_len == 0:
+            continue
+        blocks = block_table[i, : -(-seq_len // block_size)].long()
+        # [blocks, 2, kv heads, block_size, head_dim] -> K and V [heads, seq_len, head_dim]
+        kv = kv_cache[blocks].double().cpu().permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :seq_len]
+        key, value = kv.repeat_interleave(group, dim=1)
+        for j in range(query_len):
+            end = seq_len - query_len + j + 1
+            first = max(0, end - sliding_window) if sliding_window else 0
+            if end <= 0:
+                continue
+            q = query[starts[i] + j].double().cpu()
+            scores = scale * torch.einsum("hd,htd->ht", q, key[:, first:end])
+            if logit_cap:
+                scores = logit_cap * torch.tanh(scores / logit_cap)
+            out[starts[i] + j] = torch.einsum("ht,htd->hd", scores.softmax(-1), value[:, first:end])
+    return out
+
+
 # ---- cache -----------------------------------------------------------------------------------------
 
 

@@ -4,6 +4,7 @@
 
 #include "attention/attention_plan.h"
 #include "attention/attention_plan_cuda.h"
+#include "attention/attention_work.h"
 #include "attention/paged_attention_cuda.h"
 #include "common/check.h"
 #include "common/cuda_context.h"
@@ -145,7 +146,7 @@ void paged_attention(const Tensor& query, const Tensor& kv_cache, const Tensor& 
   if (is_cpu(query)) {
     check_buffers(params, attention_plan_sizes_cpu());
     check_contents(params, shape);
-    PAGEDINFER_CPU_KERNEL(paged_attention_cpu)(params);
+    run_paged_attention_cpu(params);
     return;
   }
 #ifdef PAGEDINFER_WITH_CUDA

@@ -16,7 +16,6 @@
 
 #include <cstdint>
 
-#include "common/cpu_isa.h"
 #include "common/dtype.h"
 
 namespace pagedinfer {
@@ -43,7 +42,5 @@ struct PagedAttentionParams {
   float logit_cap;  // 0: none
   DType dtype;      // of query, kv_cache and out
 };
-
-PAGEDINFER_FOR_EACH_ISA(void paged_attention_cpu(const PagedAttentionParams& params);)
 
 }  // namespace pagedinfer

@@ -16,6 +16,8 @@ void parallel_ranges(int64_t count, int64_t grain, void (*body)(void*, int64_t, 
                               [&](int64_t begin, int64_t end) { body(context, begin, end); });
 }
 
+int64_t num_threads() { return static_cast<int64_t>(torch::stable::get_num_threads()); }
+
 static CpuIsa detect_cpu_isa() {
 #if defined(__x86_64__)
   CpuIsa best = CpuIsa::baseline;

@@ -11,6 +11,9 @@ namespace pagedinfer {
 void parallel_ranges(int64_t count, int64_t grain, void (*body)(void*, int64_t, int64_t),
                      void* context);
 
+// How many threads parallel_ranges may use: torch.get_num_threads().
+int64_t num_threads();
+
 namespace {  // one copy per file: see cpu_isa.h on inline functions
 template <typename Body>
 inline void parallel_for(int64_t count, int64_t grain, const Body& body) {
