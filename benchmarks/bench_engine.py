@@ -82,7 +82,7 @@ def print_row(row: dict[str, Any]) -> None:
 def timed(
     work: Workload, repeats: int, generate: Callable[[Batch], int], reset: Callable[[], Any]
 ) -> dict[str, Any]:
-    """The best of `repeats` runs. `generate` returns how many tokens it generated: all that were asked for."""
+    """The best of `repeats` runs. `generate` returns how many tokens it generated."""
     seconds = []
     for _ in range(repeats):
         reset()

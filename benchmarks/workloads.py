@@ -89,6 +89,6 @@ def workload(name: str, vocab_size: int) -> Workload:
         count, length_in, length_out = (int(part) for part in name.split("x"))
     except ValueError:
         raise ValueError(
-            f"unknown workload {name!r}; known: {', '.join(DESCRIPTIONS)}, or REQUESTSxINxOUT such as 16x64x128"
+            f"unknown workload {name!r}; known: {', '.join(DESCRIPTIONS)}, or RxIxO such as 16x64x128"
         ) from None
     return Workload(name, [[(draw.prompt(length_in), length_out) for _ in range(count)]])
