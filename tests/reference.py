@@ -5,6 +5,10 @@ Each takes the arguments of the op of its name in pagedinfer/ops.py and returns 
 
 from __future__ import annotations
 
+import math
+
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -64,6 +68,131 @@ def store_kv(key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor)
 
 
 # ---- sampler ---------------------------------------------------------------------------------------
+# Not a float64 oracle but the same arithmetic, spelled out again: which tokens are kept and drawn is
+# defined bit for bit (docs/sampling.md).
+
+Float32 = npt.NDArray[np.float32]
+
+
+def fused_multiply_add(a: Float32, b: Float32, c: Float32) -> Float32:
+    """a * b + c in float32, rounded once.
+
+    In float64 the product is exact and the sum has an error that can be had exactly (Knuth's two-sum).
+    Rounding that sum to odd before the last rounding makes two roundings as good as one (Boldo and
+    Melquiond, 2008).
+    """
+    product, addend = a.astype(np.float64) * b.astype(np.float64), np.asarray(c, np.float64)
+    total = product + addend
+    part = total - product
+    error = (product - (total - part)) + (addend - part)
+    inexact_even = (error != 0) & (total.view(np.int64) & 1 == 0)
+    toward = np.where(error > 0, np.inf, -np.inf)
+    return np.where(inexact_even, np.nextafter(total, toward), total).astype(np.float32)
+
+
+def exponential(z: Float32) -> Float32:
+    """exp(z), z <= 0, as the kernels compute it; 0 below -44."""
+    f = np.float32
+    magic = np.full_like(z, 1.5 * 2**23)
+    z = np.where(z >= f(-44), z, f(-50))
+    shifted = fused_multiply_add(z, np.full_like(z, float.fromhex("0x1.715476p+0")), magic)
+    n = shifted - magic
+    r = fused_multiply_add(n, np.full_like(z, -float.fromhex("0x1.62e43p-1")), z)
+    s = np.full_like(z, float.fromhex("0x1.10627cp-7"))
+    for coefficient in ("0x1.572a02p-5", "0x1.5557aep-3", "0x1.fffdfcp-2"):
+        s = fused_multiply_add(s, r, np.full_like(z, float.fromhex(coefficient)))
+    power = f(1) + fused_multiply_add(r * r, s, r)
+    return np.where(z >= f(-44), np.ldexp(power, n.astype(np.int32)), f(0))
+
+
+def token_weights(e: Float32) -> npt.NDArray[np.uint64]:
+    """floor(e * 2^44); the product is exact in float64."""
+    return np.floor(e.astype(np.float64) * 2.0**44).astype(np.uint64)
+
+
+def philox4x32_10(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tuple[int, int, int, int]:
+    """Salmon et al., 2011."""
+    (c0, c1, c2, c3), (k0, k1) = counter, key
+    for _ in range(10):
+        left, right = 0xD2511F53 * c0, 0xCD9E8D57 * c2
+        c0, c1, c2, c3 = (
+            (right >> 32) ^ c1 ^ k0,
+            right & 0xFFFFFFFF,
+            (left >> 32) ^ c3 ^ k1,
+            left & 0xFFFFFFFF,
+        )
+        k0, k1 = (k0 + 0x9E3779B9) & 0xFFFFFFFF, (k1 + 0xBB67AE85) & 0xFFFFFFFF
+    return c0, c1, c2, c3
+
+
+def random_bits(seed: int, position: int) -> int:
+    """The 64 random bits of a seed's choice at a position."""
+    seed, position = seed % 2**64, position % 2**64
+    words = philox4x32_10(
+        (position % 2**32, position >> 32, 0, 0),
+        (seed % 2**32, seed >> 32),
+    )
+    return words[0] | words[1] << 32
+
+
+def kept_tokens(
+    x: Float32, temperature: float, top_k: int, top_p: float, min_p: float
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.uint64]]:
+    """What the filters leave of a valid row, as ids in falling order of logits, and all tokens' weights."""
+    order = np.argsort(-x, kind="stable")
+    inverse_temperature = np.float32(1) / np.float32(temperature)
+    with np.errstate(over="ignore", invalid="ignore"):
+        e = exponential((x - x.max()) * inverse_temperature)
+    weights = token_weights(e)
+    kept = order[:top_k] if 0 < top_k < len(x) else order
+    if np.float32(top_p) < 1:
+        sums = np.cumsum(weights[kept], dtype=np.uint64)
+        share = math.floor(float(np.float32(top_p)) * 2**32 + 0.5)
+        target = max(int(sums[-1]) * share >> 32, 1)
+        kept = kept[: int(np.searchsorted(sums, np.uint64(target))) + 1]
+    if min_p > 0:
+        kept = kept[e[kept] >= np.float32(min_p)]
+    return kept, weights
+
+
+def sample_row(
+    x: Float32, temperature: float, top_k: int, top_p: float, min_p: float, seed: int, position: int
+) -> int:
+    """The token of one row of logits, -1 if it cannot be sampled."""
+    if not (x < np.inf).all() or x.max() == -np.inf:
+        return -1
+    if np.float32(temperature) < np.float32(1e-5):
+        return int(np.argmax(x))
+    kept, weights = kept_tokens(x, temperature, top_k, top_p, min_p)
+    kept = np.sort(kept)
+    sums = np.cumsum(weights[kept], dtype=np.uint64)
+    r = random_bits(seed, position) * int(sums[-1]) >> 64
+    return int(kept[np.searchsorted(sums, np.uint64(r), side="right")])
+
+
+def sample_tokens(
+    logits: Tensor,
+    slots: Tensor,
+    *,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    seeds: Tensor,
+    positions: Tensor,
+    vocab_size: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The drawn ids, and their log-probabilities in float64."""
+    x = logits[:, :vocab_size].float().cpu()
+    token_ids = torch.full((len(x),), -1, dtype=torch.int64)
+    logprobs = torch.zeros(len(x), dtype=torch.float64)
+    for row, slot in enumerate(slots.tolist()):
+        if slot < 0:
+            continue
+        parameters = (p[slot].item() for p in (temperature, top_k, top_p, min_p, seeds, positions))
+        token_ids[row] = token = sample_row(x[row].numpy(), *parameters)
+        logprobs[row] = x[row].double().log_softmax(-1)[token] if token >= 0 else math.nan
+    return token_ids, logprobs
 
 
 # ---- layers ----------------------------------------------------------------------------------------

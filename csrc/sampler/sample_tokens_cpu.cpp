@@ -1,1 +1,443 @@
-// stub
+// sample_tokens on the CPU: see sample_tokens.h for the maths and the tensors.
+//
+// Threads over rows. A row is read in groups of 64 columns, as fp32. The first pass keeps the
+// largest logit of every group, which gives the row's largest and lets later passes skip groups
+// that cannot matter. What is left to find is one boundary in the order of tokens:
+//
+//   1. Nearly always it lies among a few hundred tokens at the top: those are put in a list (how
+//   far
+//      down to go follows from the groups' largest), sorted, and cut.
+//   2. Otherwise (a flat distribution, a long top-k, many ties) the row's histogram says in which
+//   bin the
+//      boundary lies, crowded bins are narrowed digit by digit, and the list is made of what
+//      remains.
+//
+// The draw then walks the row once more, up to the boundary.
+#include <cfloat>
+#include <cmath>
+
+#include "common/parallel.h"
+#include "sampler/sample_tokens.h"
+#include "sampler/token_order.h"
+#include "sampler/upcast.h"
+
+namespace pagedinfer {
+namespace CPU_ISA {
+namespace {
+
+using namespace sampling;  // NOLINT: the arithmetic, all of it
+
+constexpr int kGroup = 64;  // columns
+constexpr int64_t kMaxGroups = kMaxVocabSize / kGroup;
+constexpr int64_t kListCapacity = 2048;
+// A top-k up to this is looked for among the list's tokens at once; a top-p without one, among this
+// many.
+constexpr int64_t kLongestListedTopK = 1024;
+constexpr int64_t kListedForTopP = 256;
+
+// What a thread needs for one row.
+struct Scratch {
+  float largest_of_group[kMaxGroups];
+  uint64_t weight_of_group[kMaxGroups];
+  uint64_t bin_weight[kNumBins];
+  uint32_t bin_count[kNumBins];
+  uint64_t list[kListCapacity];
+};
+
+// Sorts codes ascending: a bitonic network, whose inner loops vectorise. `size` is a power of two.
+void sort_codes(uint64_t* codes, int64_t size) {
+  for (int64_t run = 2; run <= size; run *= 2) {
+    for (int64_t distance = run / 2; distance > 0; distance /= 2) {
+      for (int64_t begin = 0; begin < size; begin += 2 * distance) {
+        uint64_t* low = codes + begin;
+        uint64_t* high = low + distance;
+        const bool rising = (begin & run) == 0;
+        for (int64_t i = 0; i < distance; ++i) {
+          const uint64_t smaller = low[i] < high[i] ? low[i] : high[i];
+          const uint64_t larger = low[i] < high[i] ? high[i] : low[i];
+          low[i] = rising ? smaller : larger;
+          high[i] = rising ? larger : smaller;
+        }
+      }
+    }
+  }
+}
+
+uint64_t sum_of_weights(const float* e) {
+  uint64_t sum = 0;
+  for (int i = 0; i < kGroup; ++i) sum += weight_of(e[i]);
+  return sum;
+}
+
+// A cut through the order: by a number of tokens or by a sum of weights.
+struct Need {
+  bool by_weight;
+  uint64_t amount;  // >= 1
+};
+
+template <typename T>
+class RowSampler {
+ public:
+  RowSampler(const T* logits, int64_t vocab_size, const RowParameters& parameters, Scratch* scratch)
+      : logits_(logits),
+        vocab_size_(vocab_size),
+        num_groups_((vocab_size + kGroup - 1) / kGroup),
+        row_(parameters),
+        scratch_(*scratch) {}
+
+  // The drawn id, or -1.
+  int64_t sample() {
+    if (!find_largest()) return -1;
+    if (row_.greedy) return first_of_order();
+    return draw(find_boundary());
+  }
+
+  float logprob(int64_t id) const {
+    return log_probability(upcast(logits_[id]), largest_, total_weight(1.0f));
+  }
+
+ private:
+  // ---- reading ----
+
+  // 64 columns from group * 64 on; past the vocabulary there is -inf. `buffer` is used if need be.
+  const float* read(int64_t group, float* buffer) const {
+    const int64_t begin = group * kGroup;
+    const int64_t count = vocab_size_ - begin < kGroup ? vocab_size_ - begin : kGroup;
+    if constexpr (sizeof(T) == sizeof(float)) {
+      if (count == kGroup) return reinterpret_cast<const float*>(logits_ + begin);
+    }
+    if (count == kGroup) {
+      for (int i = 0; i < kGroup; ++i) buffer[i] = upcast(logits_[begin + i]);
+    } else {
+      for (int i = 0; i < kGroup; ++i)
+        buffer[i] = i < count ? upcast(logits_[begin + i]) : -INFINITY;
+    }
+    return buffer;
+  }
+
+  float scaled(float logit) const {
+    return scaled_logit(logit, largest_, row_.inverse_temperature);
+  }
+
+  // Whether a group holds a token of this bin or an earlier one.
+  bool reaches(int64_t group, int bin) const {
+    return bin_of(scaled(scratch_.largest_of_group[group])) <= bin;
+  }
+
+  // exp(z) of a group's tokens; 0 for those after the boundary and those below min_p.
+  void kept_exponentials(const float* x, int64_t group, uint64_t boundary, float min_p,
+                         float* e) const {
+    const float last = logit_of_code(boundary);
+    // Ids that tie with the boundary's logit stay up to the boundary's; i - 64 < 0 keeps none.
+    const int64_t tied = static_cast<int64_t>(id_of_code(boundary)) - group * kGroup;
+    const int last_tied = tied < -1 ? -1 : tied < kGroup ? static_cast<int>(tied) : kGroup;
+    for (int i = 0; i < kGroup; ++i) {
+      const float value = exponential(scaled(x[i]));
+      const bool kept = (x[i] > last) | ((x[i] == last) & (i <= last_tied));
+      e[i] = kept & (value >= min_p) ? value : 0.0f;
+    }
+  }
+
+  // ---- passes over the row ----
+
+  // False if the row cannot be sampled: NaN or +inf in it, or nothing but -inf.
+  bool find_largest() {
+    float buffer[kGroup];
+    bool valid = true;
+    largest_ = -INFINITY;
+    for (int64_t group = 0; group < num_groups_; ++group) {
+      const float* x = read(group, buffer);
+      float largest = -INFINITY;
+      int finite_or_less = 1;
+#pragma omp simd reduction(max : largest) reduction(& : finite_or_less)
+      for (int i = 0; i < kGroup; ++i) {
+        largest = x[i] > largest ? x[i] : largest;
+        finite_or_less &= x[i] <= FLT_MAX;
+      }
+      scratch_.largest_of_group[group] = largest;
+      largest_ = largest > largest_ ? largest : largest_;
+      valid &= finite_or_less != 0;
+    }
+    return valid && largest_ > -INFINITY;
+  }
+
+  int64_t first_of_order() const {
+    int64_t group = 0;
+    while (scratch_.largest_of_group[group] != largest_) ++group;
+    float buffer[kGroup];
+    const float* x = read(group, buffer);
+    int i = 0;
+    while (x[i] != largest_) ++i;
+    return group * kGroup + i;
+  }
+
+  uint64_t total_weight(float inverse_temperature) const {
+    float buffer[kGroup], e[kGroup];
+    uint64_t total = 0;
+    for (int64_t group = 0; group < num_groups_; ++group) {
+      const float z = scaled_logit(scratch_.largest_of_group[group], largest_, inverse_temperature);
+      if (bin_of(z) == kLastBin) continue;
+      const float* x = read(group, buffer);
+      for (int i = 0; i < kGroup; ++i) {
+        e[i] = exponential(scaled_logit(x[i], largest_, inverse_temperature));
+      }
+      total += sum_of_weights(e);
+    }
+    return total;
+  }
+
+  // Lists, sorted, all tokens of the bins up to `bin`. False if there is no room.
+  bool list_top(int bin) {
+    float buffer[kGroup];
+    list_size_ = 0;
+    for (int64_t group = 0; group < num_groups_; ++group) {
+      if (!reaches(group, bin)) continue;
+      const float* x = read(group, buffer);
+      for (int i = 0; i < kGroup; ++i) {
+        if (bin_of(scaled(x[i])) <= bin && !add_to_list(order_code(x[i], group * kGroup + i))) {
+          return false;
+        }
+      }
+    }
+    sort_list();
+    return true;
+  }
+
+  // Lists, sorted, the window's tokens up to the limit; there is room.
+  void list_window(const Window& window, uint64_t limit) {
+    float buffer[kGroup];
+    list_size_ = 0;
+    for (int64_t group = 0; group < num_groups_; ++group) {
+      if (!reaches(group, window.bin)) continue;
+      const float* x = read(group, buffer);
+      for (int i = 0; i < kGroup; ++i) {
+        const uint64_t code = order_code(x[i], group * kGroup + i);
+        if (is_inside(window, bin_of(scaled(x[i])), code) && code <= limit) add_to_list(code);
+      }
+    }
+    sort_list();
+  }
+
+  // Counts and weighs the tokens up to the limit by their bins.
+  void fill_bins(uint64_t limit) {
+    clear_bins();
+    float buffer[kGroup], e[kGroup];
+    for (int64_t group = 0; group < num_groups_; ++group) {
+      if (!reaches(group, kLastBin - 1)) continue;
+      const float* x = read(group, buffer);
+      kept_exponentials(x, group, limit, 0.0f, e);
+      for (int i = 0; i < kGroup; ++i) {
+        const int bin = bin_of(scaled(x[i]));
+        if (bin == kLastBin || order_code(x[i], group * kGroup + i) > limit) continue;
+        scratch_.bin_count[bin] += 1;
+        scratch_.bin_weight[bin] += weight_of(e[i]);
+      }
+    }
+  }
+
+  // Counts and weighs the window's tokens up to the limit by their next digit.
+  void fill_digits(const Window& window, uint64_t limit) {
+    clear_bins();
+    float buffer[kGroup];
+    for (int64_t group = 0; group < num_groups_; ++group) {
+      if (!reaches(group, window.bin)) continue;
+      const float* x = read(group, buffer);
+      for (int i = 0; i < kGroup; ++i) {
+        const float z = scaled(x[i]);
+        const uint64_t code = order_code(x[i], group * kGroup + i);
+        if (!is_inside(window, bin_of(z), code) || code > limit) continue;
+        const int digit = next_digit(window, code);
+        scratch_.bin_count[digit] += 1;
+        scratch_.bin_weight[digit] += weight_of(exponential(z));
+      }
+    }
+  }
+
+  // ---- the list and the bins ----
+
+  bool add_to_list(uint64_t code) {
+    if (list_size_ == kListCapacity) return false;
+    scratch_.list[list_size_++] = code;
+    return true;
+  }
+
+  void sort_list() {
+    int64_t padded = 1;
+    while (padded < list_size_) padded *= 2;
+    for (int64_t i = list_size_; i < padded; ++i) scratch_.list[i] = kLastCode;
+    sort_codes(scratch_.list, padded);
+  }
+
+  uint64_t weight_of_code(uint64_t code) const {
+    return weight_of(exponential(scaled(logit_of_code(code))));
+  }
+
+  // The last token of the shortest part of the sorted list that meets the need; kLastCode if the
+  // whole list does not.
+  uint64_t cut_list(Need need) const {
+    if (!need.by_weight) {
+      return need.amount <= static_cast<uint64_t>(list_size_) ? scratch_.list[need.amount - 1]
+                                                              : kLastCode;
+    }
+    uint64_t sum = 0;
+    for (int64_t i = 0; i < list_size_; ++i) {
+      sum += weight_of_code(scratch_.list[i]);
+      if (sum >= need.amount) return scratch_.list[i];
+    }
+    return kLastCode;
+  }
+
+  void clear_bins() {
+    for (int i = 0; i < kNumBins; ++i) scratch_.bin_count[i] = 0;
+    for (int i = 0; i < kNumBins; ++i) scratch_.bin_weight[i] = 0;
+  }
+
+  // The bin in which the need is met; what the bins before it hold is taken off the need. kLastBin
+  // if all of them together do not meet it.
+  int cut_bins(Need* need) const {
+    for (int bin = 0; bin < kNumBins; ++bin) {
+      const uint64_t amount = need->by_weight ? scratch_.bin_weight[bin] : scratch_.bin_count[bin];
+      if (amount >= need->amount) return bin;
+      need->amount -= amount;
+    }
+    return kNumBins;
+  }
+
+  // The first bin such that the bins up to it hold at least `count` tokens, as far as the groups'
+  // largest can tell. (If that is past the tokens that have weight, those are enough.)
+  int bin_holding(int64_t count) {
+    clear_bins();
+    for (int64_t group = 0; group < num_groups_; ++group) {
+      scratch_.bin_count[bin_of(scaled(scratch_.largest_of_group[group]))] += 1;
+    }
+    Need need{false, static_cast<uint64_t>(count)};
+    const int bin = cut_bins(&need);
+    return bin < kLastBin ? bin : kLastBin - 1;
+  }
+
+  // ---- the boundary ----
+
+  // The last token that top-k and top-p keep; kLastCode if they keep all (of any weight).
+  uint64_t find_boundary() {
+    const bool has_top_k = row_.top_k < vocab_size_;
+    if (!has_top_k && !row_.has_top_p) return kLastCode;
+
+    // Among the tokens at the top.
+    uint64_t total = has_top_k ? 0 : total_weight(row_.inverse_temperature);
+    if (!has_top_k || row_.top_k <= kLongestListedTopK) {
+      if (list_top(bin_holding(has_top_k ? row_.top_k : kListedForTopP))) {
+        uint64_t boundary = kLastCode;
+        if (has_top_k) {
+          boundary = cut_list({false, static_cast<uint64_t>(row_.top_k)});
+          if (!row_.has_top_p) return boundary;
+          if (list_size_ > row_.top_k) list_size_ = row_.top_k;
+          for (int64_t i = 0; i < list_size_; ++i) total += weight_of_code(scratch_.list[i]);
+        }
+        boundary = cut_list({true, top_p_target(total, row_.top_p)});
+        if (has_top_k || boundary != kLastCode) return boundary;
+      }
+    }
+
+    // In the whole row.
+    uint64_t boundary = kLastCode;
+    if (has_top_k) {
+      fill_bins(boundary);
+      boundary = search({false, static_cast<uint64_t>(row_.top_k)}, boundary);
+    }
+    if (row_.has_top_p) {
+      fill_bins(boundary);
+      total = 0;
+      for (int bin = 0; bin < kLastBin; ++bin) total += scratch_.bin_weight[bin];
+      boundary = search({true, top_p_target(total, row_.top_p)}, boundary);
+    }
+    return boundary;
+  }
+
+  // The last token of the shortest part of the order that meets the need, of those up to the limit; the
+  // limit if they all do not. The bins hold the tokens up to the limit.
+  uint64_t search(Need need, uint64_t limit) {
+    const int bin = cut_bins(&need);
+    if (bin == kNumBins) return limit;
+    Window window = window_of_bin(bin);
+    uint32_t size = scratch_.bin_count[bin];
+    while (size > kListCapacity) {
+      fill_digits(window, limit);
+      const int digit = cut_bins(&need);
+      size = scratch_.bin_count[digit];
+      window = narrowed(window, digit);
+    }
+    list_window(window, limit);
+    return cut_list(need);
+  }
+
+  // ---- the draw ----
+
+  int64_t draw(uint64_t boundary) {
+    const float last = logit_of_code(boundary);
+    float buffer[kGroup], e[kGroup];
+    uint64_t total = 0;
+    for (int64_t group = 0; group < num_groups_; ++group) {
+      scratch_.weight_of_group[group] = 0;
+      if (scratch_.largest_of_group[group] < last || !reaches(group, kLastBin - 1)) continue;
+      kept_exponentials(read(group, buffer), group, boundary, row_.min_p, e);
+      scratch_.weight_of_group[group] = sum_of_weights(e);
+      total += scratch_.weight_of_group[group];
+    }
+
+    uint64_t random = random_below(total, row_.seed, row_.position);
+    int64_t group = 0;
+    while (random >= scratch_.weight_of_group[group]) random -= scratch_.weight_of_group[group++];
+    kept_exponentials(read(group, buffer), group, boundary, row_.min_p, e);
+    int i = 0;
+    while (random >= weight_of(e[i])) random -= weight_of(e[i++]);
+    return group * kGroup + i;
+  }
+
+  const T* logits_;
+  int64_t vocab_size_, num_groups_;
+  const RowParameters& row_;
+  Scratch& scratch_;
+  float largest_ = 0.0f;
+  int64_t list_size_ = 0;
+};
+
+template <typename T>
+void sample_rows(const SampleTokensParams& p, int64_t begin, int64_t end) {
+  Scratch scratch;  // 136 KB of stack
+  for (int64_t r = begin; r < end; ++r) {
+    const int32_t slot = p.slots[r];
+    if (slot < 0) {
+      p.token_ids[r] = -1;
+      if (p.logprobs != nullptr) p.logprobs[r] = 0.0f;
+      continue;
+    }
+    const RowParameters parameters =
+        row_parameters(p.temperature[slot], p.top_k[slot], p.top_p[slot], p.min_p[slot],
+                       p.seeds[slot], p.positions[slot], p.vocab_size);
+    RowSampler<T> sampler(static_cast<const T*>(p.logits) + r * p.row_stride, p.vocab_size,
+                          parameters, &scratch);
+    const int64_t id = sampler.sample();
+    p.token_ids[r] = id;
+    if (p.logprobs != nullptr) p.logprobs[r] = id < 0 ? NAN : sampler.logprob(id);
+  }
+}
+
+}  // namespace
+
+void sample_tokens_cpu(const SampleTokensParams& p) {
+  // A row of a small vocabulary is not worth a thread of its own.
+  const int64_t grain = p.vocab_size < 8192 ? 8192 / p.vocab_size : 1;
+  parallel_for(p.num_rows, grain, [&](int64_t begin, int64_t end) {
+    switch (p.dtype) {
+      case DType::float32:
+        return sample_rows<float>(p, begin, end);
+      case DType::float16:
+        return sample_rows<Float16>(p, begin, end);
+      case DType::bfloat16:
+        return sample_rows<BFloat16>(p, begin, end);
+    }
+  });
+}
+
+}  // namespace CPU_ISA
+}  // namespace pagedinfer
