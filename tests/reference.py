@@ -67,6 +67,22 @@ def store_kv(key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor)
     return cache
 
 
+def copy_blocks(kv_cache: Tensor, mapping: Tensor) -> Tensor:
+    """A new cache: every source is read from the old one."""
+    cache = kv_cache.clone()
+    for source, destination in mapping.tolist():
+        cache[destination] = kv_cache[source]
+    return cache
+
+
+def swap_blocks(source: Tensor, destination: Tensor, mapping: Tensor) -> Tensor:
+    """A new destination, on the old one's device."""
+    swapped = destination.clone()
+    for source_block, destination_block in mapping.tolist():
+        swapped[destination_block] = source[source_block].to(destination.device)
+    return swapped
+
+
 # ---- sampler ---------------------------------------------------------------------------------------
 # Not a float64 oracle but the same arithmetic, spelled out again: which tokens are kept and drawn is
 # defined bit for bit (docs/sampling.md).
@@ -202,3 +218,32 @@ def rms_norm(input: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     """float64, whatever the input's dtype."""
     x = input.double()
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + epsilon) * weight.double()
+
+
+def rms_norm_residual(
+    input: Tensor, weight: Tensor, epsilon: float, residual: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The output in float64, and the new residual in the input's dtype."""
+    residual = (residual.double() + input.double()).to(input.dtype)
+    return rms_norm(residual, weight, epsilon), residual
+
+
+def rotary_embedding(
+    positions: Tensor, heads: Tensor, cos_sin_cache: Tensor, interleaved: bool = False
+) -> Tensor:
+    """Query or key, rotated, in float64; a pair is a complex number, and rotation a product."""
+    half = cos_sin_cache.shape[1] // 2
+    cos, sin = cos_sin_cache.double()[positions].unsqueeze(1).split(half, dim=-1)
+    rotated = heads.double()
+    pairs = rotated[..., : 2 * half].reshape(*heads.shape[:2], *((half, 2) if interleaved else (2, half)))
+    pair_dim = -1 if interleaved else -2
+    x, y = pairs.unbind(pair_dim)
+    turned = torch.complex(x, y) * torch.complex(cos, sin)
+    rotated[..., : 2 * half] = torch.stack((turned.real, turned.imag), dim=pair_dim).flatten(-2)
+    return rotated
+
+
+def silu_and_mul(input: Tensor) -> Tensor:
+    """float64, whatever the input's dtype."""
+    gate, up = input.double().chunk(2, dim=-1)
+    return gate * torch.sigmoid(gate) * up

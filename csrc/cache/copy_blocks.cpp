@@ -1,6 +1,5 @@
 #include <algorithm>
 #include <cstring>
-#include <limits>
 
 #include "cache/block_mapping.h"
 #include "cache/copy_order.h"
@@ -59,7 +58,7 @@ void copy_blocks(Tensor kv_cache, const Tensor& mapping) {
   auto* cache = static_cast<char*>(kv_cache.mutable_data_ptr());
 
   if (is_cpu(kv_cache)) {
-    copy_blocks_cpu(cache, block_bytes, plan_copies(copies, std::numeric_limits<int64_t>::max()));
+    copy_blocks_cpu(cache, block_bytes, plan_copies(copies));
     return;
   }
 #ifdef PAGEDINFER_WITH_CUDA

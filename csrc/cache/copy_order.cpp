@@ -1,6 +1,7 @@
 #include "cache/copy_order.h"
 
 #include <algorithm>
+#include <iterator>
 #include <unordered_map>
 #include <unordered_set>
 #include <utility>
@@ -72,7 +73,7 @@ Unit rotation(const std::vector<int64_t>& blocks) {
 }
 
 // The copies of the cycle that copy `first` is part of, after the branches that hang on it.
-void append_cycle(const CopyGraph& graph, int64_t first, int64_t max_unit, std::vector<bool>& done,
+void append_cycle(const CopyGraph& graph, int64_t first, std::vector<bool>& done,
                   std::vector<Unit>& units) {
   Indices cycle;
   for (int64_t i = first; cycle.empty() || i != first; i = graph.writer_of_source(i)) {
@@ -91,7 +92,7 @@ void append_cycle(const CopyGraph& graph, int64_t first, int64_t max_unit, std::
   // A rotation of m blocks is m + 1 copies. One too long is done in parts that share a block:
   // rotating the first m puts the content of blocks[m - 1] into blocks[0], from where the next part
   // takes it.
-  const size_t max_others = static_cast<size_t>(max_unit - 2);
+  const size_t max_others = static_cast<size_t>(kMaxBatchCopies - 2);
   for (size_t at = 1; at < blocks.size(); at += max_others) {
     std::vector<int64_t> part{blocks[0]};
     part.insert(part.end(), blocks.begin() + at,
@@ -103,22 +104,20 @@ void append_cycle(const CopyGraph& graph, int64_t first, int64_t max_unit, std::
 // Fills the batches of a plan, one component (copies that depend on each other) at a time.
 class PlanWriter {
  public:
-  explicit PlanWriter(int64_t max_batch_copies) : max_batch_copies_(max_batch_copies) {}
-
   void add_component(const std::vector<Unit>& units) {
     for (size_t i = 0; i < units.size();) {
       // As many units as a batch can take make one sequence; the next one must wait for it.
       int64_t length = 0;
       size_t end = i;
-      while (end < units.size() && length + ssize(units[end]) <= max_batch_copies_) {
-        length += ssize(units[end++]);
+      while (end < units.size() && length + std::ssize(units[end]) <= kMaxBatchCopies) {
+        length += std::ssize(units[end++]);
       }
-      if (i > 0 || copies_in_batch() + length > max_batch_copies_) end_batch();
-      const int64_t begin = ssize(plan_.copies);
+      if (i > 0 || copies_in_batch() + length > kMaxBatchCopies) end_batch();
+      const int64_t begin = std::ssize(plan_.copies);
       for (; i < end; ++i) {
         plan_.copies.insert(plan_.copies.end(), units[i].begin(), units[i].end());
       }
-      plan_.sequences.push_back({.begin = begin, .end = ssize(plan_.copies)});
+      plan_.sequences.push_back({.begin = begin, .end = std::ssize(plan_.copies)});
     }
   }
 
@@ -128,33 +127,27 @@ class PlanWriter {
   }
 
  private:
-  template <typename T>
-  static int64_t ssize(const std::vector<T>& values) {
-    return static_cast<int64_t>(values.size());
-  }
-
   int64_t copies_in_batch() const {
-    return batch_begin_ == ssize(plan_.sequences)
+    return batch_begin_ == std::ssize(plan_.sequences)
                ? 0
-               : ssize(plan_.copies) - plan_.sequences[batch_begin_].begin;
+               : std::ssize(plan_.copies) - plan_.sequences[batch_begin_].begin;
   }
 
   void end_batch() {
-    const int64_t end = ssize(plan_.sequences);
+    const int64_t end = std::ssize(plan_.sequences);
     if (batch_begin_ < end) plan_.batches.push_back({.begin = batch_begin_, .end = end});
     batch_begin_ = end;
   }
 
-  int64_t max_batch_copies_;
   int64_t batch_begin_ = 0;
   CopyPlan plan_;
 };
 
 }  // namespace
 
-CopyPlan plan_copies(const std::vector<BlockCopy>& mapping, int64_t max_batch_copies) {
+CopyPlan plan_copies(const std::vector<BlockCopy>& mapping) {
   const CopyGraph graph(mapping);
-  PlanWriter writer(max_batch_copies);
+  PlanWriter writer;
   std::vector<bool> done(graph.size(), false);
   std::vector<Unit> units;
   for (int64_t i = 0; i < graph.size(); ++i) {
@@ -171,7 +164,7 @@ CopyPlan plan_copies(const std::vector<BlockCopy>& mapping, int64_t max_batch_co
     std::unordered_set<int64_t> seen;
     while (seen.insert(on_cycle).second) on_cycle = graph.writer_of_source(on_cycle);
     units.clear();
-    append_cycle(graph, on_cycle, max_batch_copies, done, units);
+    append_cycle(graph, on_cycle, done, units);
     writer.add_component(units);
   }
   return writer.finish();

@@ -18,6 +18,10 @@
 
 namespace pagedinfer {
 
+// The most copies of a batch: as many as one launch takes in its parameters. The CPU follows the
+// same plan.
+constexpr int64_t kMaxBatchCopies = 400;
+
 // Stands for the scratch block among the ids of a planned copy.
 constexpr int64_t kScratchBlock = -1;
 
@@ -39,7 +43,7 @@ struct CopyPlan {
   std::vector<CopyBatch> batches;
 };
 
-// Plans the copies of a checked mapping. No batch has more than `max_batch_copies` (>= 3) of them.
-CopyPlan plan_copies(const std::vector<BlockCopy>& mapping, int64_t max_batch_copies);
+// Plans the copies of a checked mapping.
+CopyPlan plan_copies(const std::vector<BlockCopy>& mapping);
 
 }  // namespace pagedinfer
