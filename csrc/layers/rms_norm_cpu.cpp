@@ -11,31 +11,31 @@ namespace {
 constexpr int64_t kElementsPerTask = 16384;
 // Partial sums of squares: as many as the widest vector registers hold, on every instruction set,
 // so that all of them add in one order.
-constexpr int64_t kLanes = 16;
+constexpr int64_t kSums = 16;
 
 template <typename T>
 float sum_of_squares(const T* x, int64_t count) {
-  float lanes[kLanes] = {};
+  float sums[kSums] = {};
   int64_t i = 0;
-  for (; i + kLanes <= count; i += kLanes) {
+  for (; i + kSums <= count; i += kSums) {
 #pragma omp simd
-    for (int64_t lane = 0; lane < kLanes; ++lane) {
-      const float value = to_float(x[i + lane]);
-      lanes[lane] += value * value;
+    for (int64_t j = 0; j < kSums; ++j) {
+      const float value = to_float(x[i + j]);
+      sums[j] += value * value;
     }
   }
-  for (; i < count; ++i) lanes[i % kLanes] += to_float(x[i]) * to_float(x[i]);
-  for (int64_t width = kLanes / 2; width > 0; width /= 2) {
-    for (int64_t lane = 0; lane < width; ++lane) lanes[lane] += lanes[lane + width];
+  for (; i < count; ++i) sums[i % kSums] += to_float(x[i]) * to_float(x[i]);
+  for (int64_t width = kSums / 2; width > 0; width /= 2) {
+    for (int64_t j = 0; j < width; ++j) sums[j] += sums[j + width];
   }
-  return lanes[0];
+  return sums[0];
 }
 
 template <typename T>
 void add_to(T* residual, const T* input, int64_t count) {
 #pragma omp simd
   for (int64_t i = 0; i < count; ++i) {
-    residual[i] = from_float<T>(to_float(residual[i]) + to_float(input[i]));
+    residual[i] = rounded<T>(to_float(residual[i]) + to_float(input[i]));
   }
 }
 
@@ -43,7 +43,7 @@ template <typename T>
 void scale(const T* x, const T* weight, float factor, int64_t count, T* out) {
 #pragma omp simd
   for (int64_t i = 0; i < count; ++i) {
-    out[i] = from_float<T>(rounded_to<T>(to_float(x[i]) * factor) * to_float(weight[i]));
+    out[i] = rounded<T>(rounded_through<T>(to_float(x[i]) * factor) * to_float(weight[i]));
   }
 }
 

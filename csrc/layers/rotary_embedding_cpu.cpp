@@ -14,8 +14,8 @@ void rotate(T* x, T* y, const float* cos, const float* sin, int64_t half) {
 #pragma omp simd
   for (int64_t i = 0; i < half; ++i) {
     const float a = to_float(x[i * Step]), b = to_float(y[i * Step]);
-    x[i * Step] = from_float<T>(a * cos[i] - b * sin[i]);
-    y[i * Step] = from_float<T>(b * cos[i] + a * sin[i]);
+    x[i * Step] = rounded<T>(a * cos[i] - b * sin[i]);
+    y[i * Step] = rounded<T>(b * cos[i] + a * sin[i]);
   }
 }
 

@@ -8,29 +8,24 @@ namespace {
 
 constexpr int64_t kElementsPerTask = 8192;
 
-// e^x to within 2 ulp: x = n ln 2 + r with |r| <= ln 2 / 2, a polynomial in r, times 2^n. Beyond
-// what a float holds it stays at the ends. (The C library's is not vectorised without -ffast-math.)
-inline float exponential(float x) {
-  x = x > 88.0f ? 88.0f : x;  // so written, NaN stays NaN
-  x = x < -87.0f ? -87.0f : x;
-  const float shifted = x * 1.44269504f + 0x1.8p23f;  // the integer n is in its lowest bits
-  const float n = shifted - 0x1.8p23f;
-  const float r = (x - n * 0x1.62e4p-1f) - n * 0x1.7f7d1cp-20f;  // ln 2 in two parts
-  float p = 0x1.6a1a6ep-10f;
-  p = p * r + 0x1.123fc6p-7f;
-  p = p * r + 0x1.555916p-5f;
-  p = p * r + 0x1.55548ap-3f;
-  p = p * r + 0x1.fffffcp-2f;
-  p = (p * r) * r + r + 1.0f;
-  return p * float_from_bits((bits_of(shifted) << 23) + 0x3f800000u);
+constexpr int64_t kPiece = 64;
+
+PAGEDINFER_SIMD FloatVector silu(FloatVector x) {
+  constexpr float kLargest = 88.0f;  // of what exp takes
+  const FloatVector negative = -x > kLargest ? broadcast(kLargest) : -x;
+  return x / (1.0f + exp(negative));
 }
 
 template <typename T>
 void silu_and_mul_row(const T* gate, const T* up, int64_t width, T* out) {
-#pragma omp simd
-  for (int64_t i = 0; i < width; ++i) {
-    const float x = to_float(gate[i]);
-    out[i] = from_float<T>(rounded_to<T>(x / (1.0f + exponential(-x))) * to_float(up[i]));
+  for (int64_t begin = 0; begin < width; begin += kPiece) {
+    const int64_t count = width - begin < kPiece ? width - begin : kPiece;
+    float x[kPiece] = {};
+    for (int64_t i = 0; i < count; ++i) x[i] = to_float(gate[begin + i]);
+    for (int64_t i = 0; i < kPiece; i += kLanes) store(x + i, silu(load(x + i)));
+    for (int64_t i = 0; i < count; ++i) {
+      out[begin + i] = rounded<T>(rounded_through<T>(x[i]) * to_float(up[begin + i]));
+    }
   }
 }
 
