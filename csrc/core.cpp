@@ -1,4 +1,89 @@
-// The pybind11 module _core: host-side hot paths.
+// The pybind11 module _core: host-side hot paths. Its typed face is pagedinfer/_core.pyi.
 #include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
 
-PYBIND11_MODULE(_core, m) { m.doc() = "Host-side hot paths of pagedinfer."; }
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "cache/block_pool.h"
+
+namespace py = pybind11;
+
+namespace pagedinfer {
+namespace {
+
+// values[first..last) of a Python list of ints, without a look at the rest of it.
+std::vector<int32_t> read_ints(const char* what, const py::list& values, int64_t first,
+                               int64_t last) {
+  const auto size = static_cast<int64_t>(values.size());
+  if (first < 0 || first > last || last > size) {
+    throw py::value_error(std::string(what) + " " + std::to_string(first) + " to " +
+                          std::to_string(last) + " are not within a list of " +
+                          std::to_string(size));
+  }
+  std::vector<int32_t> read(last - first);
+  for (int64_t i = first; i < last; ++i) {
+    int overflow = 0;
+    const long value = PyLong_AsLongAndOverflow(PyList_GET_ITEM(values.ptr(), i), &overflow);
+    if (value == -1 && PyErr_Occurred() != nullptr) throw py::error_already_set();
+    if (overflow != 0 || value != static_cast<int32_t>(value)) {
+      throw py::value_error(std::string(what) + ": element " + std::to_string(i) +
+                            " is not a 32-bit integer");
+    }
+    read[i - first] = static_cast<int32_t>(value);
+  }
+  return read;
+}
+
+py::tuple match(const BlockPool& pool, const py::list& tokens, int32_t num_full_blocks,
+                const std::string& salt) {
+  const std::vector<int32_t> values =
+      read_ints("tokens", tokens, 0, static_cast<int64_t>(num_full_blocks) * pool.block_size());
+  auto [here, below] = pool.match_tiers(values.data(), num_full_blocks, salt);
+  return py::make_tuple(std::move(here), std::move(below));
+}
+
+void insert(BlockPool& pool, const py::list& table, int64_t first, int64_t last,
+            const py::list& tokens, const std::string& salt) {
+  const int64_t block_size = pool.block_size();
+  const auto blocks = read_ints("blocks", table, first, last);
+  const auto values = read_ints("tokens", tokens, first * block_size, last * block_size);
+  const int32_t before = first == 0 ? -1 : read_ints("blocks", table, first - 1, first).front();
+  pool.insert(before, blocks, values.data(), salt);
+}
+
+}  // namespace
+}  // namespace pagedinfer
+
+PYBIND11_MODULE(_core, m) {
+  using pagedinfer::BlockPool;
+  m.doc() = "Host-side hot paths of pagedinfer.";
+
+  py::class_<BlockPool>(m, "BlockPool")
+      .def(py::init<int32_t, int32_t, int>(), py::arg("num_blocks"), py::arg("block_size"),
+           py::kw_only(), py::arg("hash_bits") = 64)
+      .def_property_readonly("num_blocks", &BlockPool::num_blocks)
+      .def_property_readonly("block_size", &BlockPool::block_size)
+      .def_property_readonly("num_free", &BlockPool::num_free)
+      .def_property_readonly("num_cached", &BlockPool::num_cached)
+      .def("ref_count", &BlockPool::ref_count, py::arg("block"))
+      .def("is_cached", &BlockPool::is_cached, py::arg("block"))
+      .def("hash", &BlockPool::hash, py::arg("block"))
+      .def("num_unreferenced", &BlockPool::num_unreferenced, py::arg("blocks"))
+      .def("allocate", &BlockPool::allocate, py::arg("n"))
+      .def("acquire", &BlockPool::acquire, py::arg("blocks"))
+      .def("release", &BlockPool::release, py::arg("blocks"))
+      .def("match", &pagedinfer::match, py::arg("tokens"), py::arg("num_full_blocks"),
+           py::arg("salt") = "")
+      .def("insert", &pagedinfer::insert, py::arg("table"), py::arg("first"), py::arg("last"),
+           py::arg("tokens"), py::arg("salt") = "")
+      .def("forget", &BlockPool::forget, py::arg("blocks"))
+      .def("reset_cache", &BlockPool::reset_cache)
+      .def("set_lower_tier", &BlockPool::set_lower_tier, py::arg("lower"), py::keep_alive<1, 2>())
+      .def("take_demotions", &BlockPool::take_demotions)
+      .def("insert_same", &BlockPool::insert_same, py::arg("block"), py::arg("other"),
+           py::arg("other_block"))
+      .def("find_same", &BlockPool::find_same, py::arg("other"), py::arg("other_block"))
+      .def("check", &BlockPool::check);
+}

@@ -1,0 +1,169 @@
+"""A request on its way through the engine: its tokens, how far they are computed, what it holds."""
+
+from __future__ import annotations
+
+import enum
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pagedinfer.sampling_params import SamplingParams
+
+
+class RequestStatus(enum.Enum):
+    """Where a request stands."""
+
+    WAITING = enum.auto()  # new, or preempted and to be recomputed
+    RUNNING = enum.auto()  # holds a slot
+    SWAPPED = enum.auto()  # preempted, its KV in CPU blocks
+    FINISHED_STOPPED = enum.auto()  # EOS, a stop token or a stop string
+    FINISHED_LENGTH = enum.auto()  # max_tokens or max_model_len
+    FINISHED_ABORTED = enum.auto()
+    FINISHED_ERROR = enum.auto()  # its token could not be sampled
+
+    @property
+    def is_finished(self) -> bool:
+        return self in _FINISH_REASONS
+
+    @property
+    def finish_reason(self) -> str | None:
+        """As in CompletionOutput.finish_reason: "stop", "length", "abort", "error"; None while unfinished."""
+        return _FINISH_REASONS.get(self)
+
+
+_FINISH_REASONS = {
+    RequestStatus.FINISHED_STOPPED: "stop",
+    RequestStatus.FINISHED_LENGTH: "length",
+    RequestStatus.FINISHED_ABORTED: "abort",
+    RequestStatus.FINISHED_ERROR: "error",
+}
+
+
+class Request:
+    """One choice of one prompt. The scheduler owns everything here but what the caller passed in.
+
+    Args:
+        request_id: unique among the unfinished requests.
+        prompt_token_ids: at least one token.
+        sampling_params: read here are `max_tokens` (None: up to the longest context), `min_tokens`,
+            `ignore_eos` and `stop_token_ids`; the runner reads the rest.
+        eos_token_ids: what ends the text, unless `sampling_params.ignore_eos`.
+        seed: 64 bits, the key of the request's random stream.
+        priority: lower is more urgent; looked at under `scheduling_policy="priority"` only.
+        arrival_time: seconds since the epoch; now, if not given.
+        cache_salt: blocks are shared only with requests of the same salt.
+        output_token_ids: tokens that count as generated already (a fork of a running request).
+    """
+
+    __slots__ = (
+        "arrival_time",
+        "block_ids",
+        "cache_salt",
+        "capacity",
+        "eos_token_ids",
+        "finished",
+        "max_total_tokens",
+        "min_total_tokens",
+        "next_cacheable",
+        "num_cached_tokens",
+        "num_computed_tokens",
+        "num_preemptions",
+        "num_prompt_tokens",
+        "num_tokens",
+        "priority",
+        "request_id",
+        "sampling_params",
+        "seed",
+        "slot",
+        "status",
+        "stop_reason",
+        "stop_set",
+        "token_ids",
+        "urgency",
+    )
+
+    def __init__(
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        sampling_params: SamplingParams,
+        *,
+        eos_token_ids: frozenset[int] = frozenset(),
+        seed: int = 0,
+        priority: int = 0,
+        arrival_time: float | None = None,
+        cache_salt: str = "",
+        output_token_ids: Sequence[int] = (),
+    ) -> None:
+        if not prompt_token_ids:
+            raise ValueError(f"request {request_id!r}: the prompt is empty; it needs at least one token")
+        self.request_id = request_id
+        self.sampling_params = sampling_params
+        self.eos_token_ids = eos_token_ids
+        self.seed = seed
+        self.priority = priority
+        self.arrival_time = time.time() if arrival_time is None else arrival_time
+        self.cache_salt = cache_salt
+
+        # Tokens: the prompt and what was generated and is known to the host. Those that a step in
+        # flight draws count in num_tokens from the moment that the step is scheduled.
+        self.token_ids: list[int] = [*prompt_token_ids, *output_token_ids]
+        self.num_prompt_tokens = len(prompt_token_ids)
+        self.num_tokens = len(self.token_ids)
+        self.num_computed_tokens = 0  # how many have their KV written (by a step scheduled so far)
+
+        # When to stop. A stop token counts from position min_total_tokens on.
+        stop_token_ids = frozenset(sampling_params.stop_token_ids or ())
+        self.stop_set = stop_token_ids if sampling_params.ignore_eos else stop_token_ids | eos_token_ids
+        self.min_total_tokens = self.num_prompt_tokens + (getattr(sampling_params, "min_tokens", 0) or 0)
+        self.max_total_tokens = 0  # set when it is added: prompt + max_tokens, at most max_model_len
+        self.status = RequestStatus.WAITING
+        self.finished = False
+        self.stop_reason: int | str | None = None
+
+        # What it holds.
+        self.slot = -1
+        self.block_ids: list[int] = []
+        self.capacity = 0  # tokens that these blocks have room for
+        self.next_cacheable = 0  # once so many tokens are computed, another full block can be cached
+
+        self.urgency: tuple[int, int, int] = (0, 0, 0)  # the smaller, the more urgent; set when it is added
+        self.num_cached_tokens = 0  # of the prompt, found in the prefix cache when first admitted
+        self.num_preemptions = 0
+
+    @property
+    def prompt_token_ids(self) -> list[int]:
+        return self.token_ids[: self.num_prompt_tokens]
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        """What was generated and is known; a copy."""
+        return self.token_ids[self.num_prompt_tokens :]
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def has_unknown_tokens(self) -> bool:
+        """Whether a step in flight has yet to say which token it drew."""
+        return self.num_tokens > len(self.token_ids)
+
+    def check_stop(self) -> RequestStatus | None:
+        """How the newest token ends the request, None if it does not; sets `stop_reason`."""
+        num_tokens = len(self.token_ids)
+        token = self.token_ids[-1]
+        if token in self.stop_set and num_tokens > self.min_total_tokens:
+            is_eos = token in self.eos_token_ids and not self.sampling_params.ignore_eos
+            self.stop_reason = None if is_eos else token
+            return RequestStatus.FINISHED_STOPPED
+        if num_tokens >= self.max_total_tokens:
+            return RequestStatus.FINISHED_LENGTH
+        return None
+
+    def __repr__(self) -> str:
+        return (
+            f"Request({self.request_id!r}, {self.status.name}, tokens={self.num_tokens}, "
+            f"computed={self.num_computed_tokens}, slot={self.slot}, blocks={len(self.block_ids)})"
+        )
