@@ -1,3 +1,58 @@
 """pagedinfer: an LLM inference engine on hand-written paged-attention, cache and sampling kernels."""
 
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 __version__ = "0.1.0"
+
+_EXPORTS = {
+    "LLM": "llm",
+    "LLMEngine": "engine.engine",
+    "EngineConfig": "config",
+    "SamplingParams": "sampling_params",
+    "RequestOutputKind": "sampling_params",
+    "RequestOutput": "outputs",
+    "CompletionOutput": "outputs",
+    "Logprob": "outputs",
+    "RequestMetrics": "outputs",
+    "TextPrompt": "engine.input_processor",
+    "TokensPrompt": "engine.input_processor",
+    "PagedinferError": "errors",
+    "RequestTooLargeError": "errors",
+    "OutOfMemoryError": "errors",
+    "WeightsError": "errors",
+}
+"""What is exported, and the module that has it, imported when it is first asked for: torch is slow."""
+
+__all__ = ["__version__", *_EXPORTS]  # pyright: ignore[reportUnsupportedDunderAll]
+
+if TYPE_CHECKING:
+    from pagedinfer.config import EngineConfig as EngineConfig
+    from pagedinfer.engine.engine import LLMEngine as LLMEngine
+    from pagedinfer.engine.input_processor import TextPrompt as TextPrompt
+    from pagedinfer.engine.input_processor import TokensPrompt as TokensPrompt
+    from pagedinfer.errors import OutOfMemoryError as OutOfMemoryError
+    from pagedinfer.errors import PagedinferError as PagedinferError
+    from pagedinfer.errors import RequestTooLargeError as RequestTooLargeError
+    from pagedinfer.errors import WeightsError as WeightsError
+    from pagedinfer.llm import LLM as LLM
+    from pagedinfer.outputs import CompletionOutput as CompletionOutput
+    from pagedinfer.outputs import Logprob as Logprob
+    from pagedinfer.outputs import RequestMetrics as RequestMetrics
+    from pagedinfer.outputs import RequestOutput as RequestOutput
+    from pagedinfer.sampling_params import RequestOutputKind as RequestOutputKind
+    from pagedinfer.sampling_params import SamplingParams as SamplingParams
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _EXPORTS:
+        raise AttributeError(f"module 'pagedinfer' has no attribute {name!r}")
+    value = getattr(import_module(f"pagedinfer.{_EXPORTS[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_EXPORTS})

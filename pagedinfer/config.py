@@ -69,9 +69,8 @@ class EngineConfig:
             if getattr(self, name) is not None:
                 _check_int(name, getattr(self, name), 1, unit=unit)
         if self.block_size not in BLOCK_SIZES or isinstance(self.block_size, bool):
-            raise ValueError(
-                f"block_size must be one of {', '.join(map(str, BLOCK_SIZES))} tokens, got {self.block_size!r}"
-            )
+            sizes = ", ".join(map(str, BLOCK_SIZES))
+            raise ValueError(f"block_size must be one of {sizes} tokens, got {self.block_size!r}")
         _check_int("long_prefill_token_threshold", self.long_prefill_token_threshold, 0, unit="tokens")
         if self.swap_space is not None:
             _check_float("swap_space", self.swap_space, 0.0, math.inf, unit="GiB")

@@ -13,8 +13,6 @@ import sys
 LEVEL_VARIABLE = "PAGEDINFER_LOGGING_LEVEL"
 _LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
-logging.getLogger("pagedinfer").addHandler(logging.NullHandler())
-
 
 def get_logger(name: str) -> logging.Logger:
     """The logger of a module, whose `__name__` begins with "pagedinfer"."""
@@ -28,16 +26,17 @@ def configure() -> None:
         ValueError: PAGEDINFER_LOGGING_LEVEL is not a level's name.
     """
     logger = logging.getLogger("pagedinfer")
-    level = os.environ.get(LEVEL_VARIABLE, "INFO").upper()
-    if level not in _LEVELS:
+    level = os.environ.get(LEVEL_VARIABLE, "").upper()
+    if level and level not in _LEVELS:
         raise ValueError(f"{LEVEL_VARIABLE} must be one of {', '.join(_LEVELS)}, got {level!r}")
-    own = [handler for handler in logger.handlers if not isinstance(handler, logging.NullHandler)]
-    if own or logging.getLogger().handlers:
+    if level:
+        logger.setLevel(level)
+    if logger.handlers or logging.getLogger().handlers:
         return
     handler = _StderrHandler()
     handler.setFormatter(logging.Formatter("%(levelname)s %(asctime)s %(name)s: %(message)s", "%H:%M:%S"))
     logger.addHandler(handler)
-    logger.setLevel(level)
+    logger.setLevel(level or "INFO")
 
 
 class _StderrHandler(logging.StreamHandler):  # type: ignore[type-arg]

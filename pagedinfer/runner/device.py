@@ -10,6 +10,7 @@ from pagedinfer.logging import get_logger
 
 logger = get_logger(__name__)
 
+_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 _NATIVE_FLAGS = {
     # What /proc/cpuinfo says of a CPU with matrix instructions for the dtype: x86 and Arm.
     torch.bfloat16: {"avx512_bf16", "amx_bf16", "bf16"},
@@ -49,16 +50,15 @@ def why_no_cuda() -> str | None:
     return None
 
 
-def resolve_dtype(name: str, checkpoint: torch.dtype, device: torch.device) -> torch.dtype:
-    """The torch dtype for "auto" (the checkpoint's, if the device computes in it) or a dtype's name."""
+def resolve_dtype(name: str, checkpoint: str | None, device: torch.device) -> torch.dtype:
+    """The torch dtype of a name; "auto" is the checkpoint's, or float32 on a CPU that has not got that."""
     if name != "auto":
-        dtype = getattr(torch, name)
-        assert isinstance(dtype, torch.dtype)
-        return dtype
-    if device.type == "cpu" and not is_native_on_cpu(checkpoint):
-        logger.info("dtype: float32, since this CPU has no native %s", str(checkpoint).removeprefix("torch."))
+        return _DTYPES[name]
+    dtype = _DTYPES[checkpoint or "float32"]
+    if device.type == "cpu" and not is_native_on_cpu(dtype):
+        logger.info("dtype: float32, since this CPU has no native %s", checkpoint)
         return torch.float32
-    return checkpoint
+    return dtype
 
 
 def is_native_on_cpu(dtype: torch.dtype) -> bool:

@@ -31,7 +31,7 @@ class KVCacheSize:
 
 
 def describe_bytes(count: int) -> str:
-    """"4.8 GiB", "312 MiB" or "20 KiB"."""
+    """ "4.8 GiB", "312 MiB" or "20 KiB"."""
     if count >= GIB:
         return f"{count / GIB:,.1f} GiB"
     if count >= MIB:
@@ -103,8 +103,9 @@ def size_kv_cache(
     if num_tokens >= wanted:
         return KVCacheSize(num_blocks, wanted)
     short = (
-        f"a request of {wanted:,} tokens needs {describe_bytes(-(-wanted // block_size) * block_bytes)} of KV "
-        f"cache, and there is {describe_bytes(num_blocks * block_bytes)} for it ({num_tokens:,} tokens); {have}"
+        f"a request of {wanted:,} tokens needs {describe_bytes(-(-wanted // block_size) * block_bytes)} of "
+        f"KV cache, and there is {describe_bytes(num_blocks * block_bytes)} for it ({num_tokens:,} tokens); "
+        f"{have}"
     )
     if num_blocks == 0:
         raise OutOfMemoryError(f"there is no room for a KV cache: {short}. Raise {parameter}")

@@ -72,6 +72,7 @@ class ModelRunner:
     ) -> None:
         self._model = model
         self._config = config
+        self._windows = sorted(set(config.sliding_windows))
         self._cache = cache
         self._inputs = InputBatch(
             max_num_seqs=max_num_seqs,
@@ -142,7 +143,7 @@ class ModelRunner:
                 block_size=self._cache.shape.block_size,
                 sliding_window=window,
             )
-            for window in self._config.sliding_windows
+            for window in self._windows
         }
         return AttentionBatch(
             slot_mapping=inputs.slot_mapping,

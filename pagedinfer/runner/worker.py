@@ -44,10 +44,10 @@ class Worker:
         self._meter = GpuMemoryMeter(self.device) if self.device.type == "cuda" else None
         self.max_num_seqs, self.max_num_batched_tokens = self._limits()
         wanted_len = config.max_model_len
-        if wanted_len is not None and wanted_len > model_config.max_position_embeddings:
+        if wanted_len is not None and wanted_len > model_config.max_model_len:
             raise ValueError(
-                f"max_model_len must be at most {model_config.max_position_embeddings} tokens, the model's "
-                f"max_position_embeddings, got {wanted_len}"
+                f"max_model_len must be at most {model_config.max_model_len} tokens, which is what the "
+                f"model takes, got {wanted_len}"
             )
         self._shape = KVCacheShape(
             num_layers=model_config.num_layers,
@@ -130,9 +130,7 @@ class Worker:
         return model
 
     def _make_runner(self, num_blocks: int, num_cpu_blocks: int, max_model_len: int) -> ModelRunner:
-        cache = KVCache(
-            self._shape, num_blocks=num_blocks, num_cpu_blocks=num_cpu_blocks, device=self.device
-        )
+        cache = KVCache(self._shape, num_blocks=num_blocks, num_cpu_blocks=num_cpu_blocks, device=self.device)
         return ModelRunner(
             self._model,
             self._model_config,
@@ -164,16 +162,16 @@ class Worker:
             if explicit is not None:
                 if explicit > available:
                     raise OutOfMemoryError(
-                        f"kv_cache_memory_bytes={explicit} ({describe_bytes(explicit)}) is more than there is "
-                        f"room for beside the weights and the largest step: {describe_bytes(available)}; of "
-                        f"{describe_bytes(memory.total)} in total, {describe_bytes(memory.free)} were free"
+                        f"kv_cache_memory_bytes={explicit} ({describe_bytes(explicit)}) is more than there "
+                        f"is room for beside the weights and the largest step: {describe_bytes(available)}; "
+                        f"of {describe_bytes(memory.total)} in total, {describe_bytes(memory.free)} were free"
                     )
                 available = explicit
         return size_kv_cache(
             available_bytes=available,
             block_bytes=self._shape.block_bytes,
             block_size=config.block_size,
-            model_max_len=self._model_config.max_position_embeddings,
+            model_max_len=self._model_config.max_model_len,
             max_model_len=config.max_model_len,
             num_blocks_override=config.num_gpu_blocks_override,
             memory=memory,
@@ -191,7 +189,7 @@ class Worker:
             )
         meter.reset_peak()
         weights = meter.peak_reserved()
-        max_model_len = config.max_model_len or self._model_config.max_position_embeddings
+        max_model_len = config.max_model_len or self._model_config.max_model_len
         runner = self._make_runner(1, 0, max_model_len)
         batch = largest_batch(
             max_num_seqs=self.max_num_seqs,

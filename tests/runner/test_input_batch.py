@@ -38,7 +38,8 @@ def test_a_mixed_step(device: torch.device) -> None:
     inputs = make_batch(device)
     inputs.admit(admitted(4, list(range(100, 120)), [7, 3, 9]))
     inputs.admit(admitted(1, [50, 51, 52], [5]))
-    inputs.set_last_tokens(torch.tensor([1], dtype=torch.int32, device=device), torch.tensor([77], device=device))
+    slots = torch.tensor([1], dtype=torch.int32, device=device)
+    inputs.set_last_tokens(slots, torch.tensor([77], device=device))
     step = inputs.prepare(
         Batch(step=0, requests=[scheduled(1, 3, 1), scheduled(4, 6, 5, sample=False), scheduled(1, 0, 3)])
     )
@@ -119,9 +120,7 @@ def test_random_runs_equal_the_naive_model(seed: int, device: torch.device) -> N
             for r in batch.requests
             for p in range(r.start, r.start + r.num_tokens)
         ]
-        got = zip(
-            step.input_ids.tolist(), step.positions.tolist(), step.slot_mapping.tolist(), strict=True
-        )
+        got = zip(step.input_ids.tolist(), step.positions.tolist(), step.slot_mapping.tolist(), strict=True)
         assert list(got) == expected
         drawn = [rng.randrange(1000) for r in batch.requests if r.sample]
         inputs.set_last_tokens(step.sample_slots, torch.tensor(drawn, device=device, dtype=torch.int64))

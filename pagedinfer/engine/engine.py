@@ -1,0 +1,154 @@
+"""The engine: requests in, one step after another, outputs out. All in this process."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pagedinfer.config import EngineConfig
+from pagedinfer.engine.input_processor import InputProcessor, ProcessedPrompt, Prompt
+from pagedinfer.engine.output_processor import OutputProcessor
+from pagedinfer.engine.request import Request
+from pagedinfer.engine.scheduler import Scheduler, SchedulerConfig
+from pagedinfer.engine.seeds import mix64, request_seed
+from pagedinfer.logging import configure, get_logger
+from pagedinfer.models.model_config import ModelConfig
+from pagedinfer.outputs import RequestOutput
+from pagedinfer.runner.worker import Worker
+from pagedinfer.sampling_params import RequestOutputKind, SamplingParams
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+logger = get_logger(__name__)
+
+
+class LLMEngine:
+    """A model, a scheduler, and the requests between them. One thread at a time may use it.
+
+    Raises:
+        ValueError, OutOfMemoryError, WeightsError: as `LLM`.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        configure()
+        self.config = config
+        self.model_config = ModelConfig.from_pretrained(config.model)
+        self.tokenizer = (
+            None if config.skip_tokenizer_init else load_tokenizer(config.tokenizer or config.model)
+        )
+        self.worker = Worker(config, self.model_config)
+        self.scheduler = Scheduler(
+            SchedulerConfig(
+                max_num_seqs=self.worker.max_num_seqs,
+                max_num_batched_tokens=self.worker.max_num_batched_tokens,
+                block_size=config.block_size,
+                num_blocks=self.worker.num_blocks,
+                num_cpu_blocks=self.worker.num_cpu_blocks,
+                max_model_len=self.worker.max_model_len,
+                enable_prefix_caching=config.enable_prefix_caching,
+                scheduling_policy=config.scheduling_policy,
+                preemption_mode=config.preemption_mode,
+                long_prefill_token_threshold=config.long_prefill_token_threshold,
+            )
+        )
+        self.input_processor = InputProcessor(self.tokenizer, self.model_config.vocab_size)
+        self._outputs = OutputProcessor(self.tokenizer)
+        self._eos_token_ids = frozenset(self.model_config.eos_token_ids)
+        self._num_requests = 0
+        self._closed = False
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt: Prompt | ProcessedPrompt,
+        params: SamplingParams | None = None,
+        priority: int = 0,
+        *,
+        output_kind: RequestOutputKind | None = None,
+    ) -> None:
+        """Queues a request; `step` will work on it.
+
+        Args:
+            request_id: unique among the unfinished requests.
+            prompt: as `LLM.generate` takes one.
+            params: how to sample.
+            priority: lower is more urgent; looked at under scheduling_policy="priority".
+            output_kind: instead of the one in `params`.
+
+        Raises:
+            ValueError: a malformed prompt or parameter, or an id that is in use.
+            RequestTooLargeError: the request can never fit; the message has both sizes and what to change.
+        """
+        self._check_open()
+        params = params or SamplingParams()
+        params.check_model(self.model_config.vocab_size)
+        if not isinstance(prompt, ProcessedPrompt):
+            prompt = self.input_processor.process(prompt)
+        request = Request(
+            request_id,
+            prompt.token_ids,
+            params,
+            eos_token_ids=self._eos_token_ids,
+            seed=mix64(request_seed(params.seed, self.config.seed, self._num_requests), 0),
+            priority=priority,
+        )
+        self.scheduler.add_request(request)
+        self._outputs.add(request, prompt, output_kind or params.output_kind)
+        self._num_requests += 1
+
+    def step(self) -> list[RequestOutput]:
+        """Runs one step and returns what it gave: an output for each request that got a token or ended.
+
+        If it fails, all requests are dropped, and the engine can be used again.
+        """
+        self._check_open()
+        try:
+            batch = self.scheduler.schedule()
+            if batch.is_empty():
+                return []
+            self._outputs.note_scheduled(batch.admitted)
+            output = self.worker.execute(batch).result()
+            updates = self.scheduler.update(batch, output)
+            return self._outputs.process(updates)
+        except BaseException:
+            self.scheduler.abort_all()
+            self._outputs.clear()
+            raise
+
+    def abort_request(self, request_id: str) -> RequestOutput | None:
+        """Ends a request and frees all it holds; its output so far, None if it is not there (any more)."""
+        self.scheduler.abort_request(request_id)
+        return self._outputs.abort(request_id)
+
+    def has_unfinished_requests(self) -> bool:
+        """Whether there is anything to do."""
+        return self.scheduler.has_unfinished_requests()
+
+    def close(self) -> None:
+        """Drops all requests and gives all memory back. Harmless when repeated."""
+        if not self._closed:
+            self._closed = True
+            self.scheduler.abort_all()
+            self._outputs.clear()
+            self.worker.close()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise RuntimeError("this engine has been closed")
+
+
+def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
+    """The tokenizer in a folder.
+
+    Raises:
+        ValueError: there is none, or it cannot be read.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(path, local_files_only=True)  # type: ignore[no-any-return]
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"no tokenizer can be loaded from {path!r}: {error}; name its folder with `tokenizer`, or set "
+            f"skip_tokenizer_init=True and give token ids"
+        ) from error

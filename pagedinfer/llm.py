@@ -1,0 +1,259 @@
+"""LLM: a model that answers prompts, in this process."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from pagedinfer.config import EngineConfig, unknown_option_message
+from pagedinfer.engine.engine import LLMEngine
+from pagedinfer.engine.input_processor import ProcessedPrompt, Prompt
+from pagedinfer.errors import RequestTooLargeError
+from pagedinfer.interrupt import deferred_interrupts
+from pagedinfer.outputs import CompletionOutput, RequestOutput
+from pagedinfer.progress import ProgressBar
+from pagedinfer.sampling_params import RequestOutputKind, SamplingParams
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+T = TypeVar("T")
+
+
+class LLM:
+    """Loads a model and generates text with it.
+
+        with LLM("path/to/model") as llm:
+            for output in llm.generate(["Hello, my name is"], SamplingParams(max_tokens=32)):
+                print(output.outputs[0].text)
+
+    It runs in this process, on one GPU or on the CPU, and starts no other. `close()`, or the end of a
+    `with` block, gives all its memory back.
+
+    Args:
+        model: folder of a checkpoint as transformers saves it: config.json and safetensors.
+        tokenizer: folder of the tokenizer; the model's by default.
+        skip_tokenizer_init: load no tokenizer. Prompts are then token ids, and outputs have no text.
+        dtype: of weights, activations and KV cache: "float32", "float16" or "bfloat16". "auto": the
+            checkpoint's, but float32 on a CPU that does not compute in that.
+        load_format: "safetensors", or "dummy" for random weights, for which config.json is enough. "auto":
+            what the folder has.
+        device: "cuda", "cpu", or "auto": the GPU if there is one that can be used.
+        seed: of the requests that bring none of their own: 64 bits, unsigned. The same requests, in the
+            same order, to an engine with the same seed give the same tokens.
+        gpu_memory_utilization: share, in (0, 1], of the GPU memory that is free at the start that weights,
+            activations and KV cache may use together. What other processes hold is not counted as ours.
+        kv_cache_memory_bytes: bytes of the KV cache. By default what gpu_memory_utilization leaves, or on a
+            CPU a quarter of the free memory.
+        num_gpu_blocks_override: blocks of the KV cache, instead of as many as there is room for.
+        block_size: tokens in a block of the KV cache: 8, 16, 32 or 64.
+        max_model_len: longest request in tokens, prompt and output together. By default the model's, or as
+            much of it as the KV cache can hold.
+        max_num_seqs: most requests that run at the same time. By default 1024 on a GPU of 70 GiB and more,
+            256 otherwise.
+        max_num_batched_tokens: most tokens that one step computes; a longer prompt is computed in chunks.
+            By default 16384 on a GPU of 70 GiB and more, 8192 on others, 2048 on a CPU.
+        enable_prefix_caching: reuse the KV of prompts that begin with the same tokens.
+        scheduling_policy: "fcfs", first come first served, or "priority", by `generate`'s `priority`.
+        long_prefill_token_threshold: most tokens of one prompt in one step while others run; 0: no limit.
+        preemption_mode: what happens to a running request whose blocks another one needs: "swap" moves them
+            to CPU memory, "recompute" drops them, "auto" takes the cheaper.
+        swap_space: GiB of CPU memory to swap to. By default 4 with a GPU, 0 without.
+
+    Raises:
+        TypeError: an unknown parameter; the message suggests the nearest known one.
+        ValueError: a parameter out of its range, a model that cannot be loaded, or a device that cannot be
+            used; the message says what would be right.
+        OutOfMemoryError: weights or KV cache do not fit; the message says what was wanted, what there is,
+            and what would fit.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        tokenizer: str | None = None,
+        skip_tokenizer_init: bool = False,
+        dtype: str = "auto",
+        load_format: str = "auto",
+        device: str = "auto",
+        seed: int = 0,
+        gpu_memory_utilization: float = 0.92,
+        kv_cache_memory_bytes: int | None = None,
+        num_gpu_blocks_override: int | None = None,
+        block_size: int = 16,
+        max_model_len: int | None = None,
+        max_num_seqs: int | None = None,
+        max_num_batched_tokens: int | None = None,
+        enable_prefix_caching: bool = True,
+        scheduling_policy: str = "fcfs",
+        long_prefill_token_threshold: int = 0,
+        preemption_mode: str = "auto",
+        swap_space: float | None = None,
+        **unknown: Any,
+    ) -> None:
+        for name in unknown:
+            raise TypeError(unknown_option_message("LLM", name))
+        config = EngineConfig(
+            model=model,
+            tokenizer=tokenizer,
+            skip_tokenizer_init=skip_tokenizer_init,
+            dtype=dtype,
+            load_format=load_format,
+            device=device,
+            seed=seed,
+            gpu_memory_utilization=gpu_memory_utilization,
+            kv_cache_memory_bytes=kv_cache_memory_bytes,
+            num_gpu_blocks_override=num_gpu_blocks_override,
+            block_size=block_size,
+            max_model_len=max_model_len,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            enable_prefix_caching=enable_prefix_caching,
+            scheduling_policy=scheduling_policy,
+            long_prefill_token_threshold=long_prefill_token_threshold,
+            preemption_mode=preemption_mode,
+            swap_space=swap_space,
+        )
+        self.llm_engine = LLMEngine(config)
+        self._request_ids = (str(number) for number in itertools.count())
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        *,
+        priority: Sequence[int] | None = None,
+    ) -> list[RequestOutput]:
+        """Generates for all prompts together and returns when all have finished.
+
+        Args:
+            prompts: one prompt or a list of them. A prompt is a string, {"prompt": string},
+                {"prompt_token_ids": [...]} or a bare list of token ids.
+            sampling_params: for all prompts, or one for each.
+            use_tqdm: show a progress bar on stderr.
+            priority: one integer for each prompt, lower first; needs scheduling_policy="priority".
+
+        Returns:
+            One output for each prompt, in their order. A request that can never fit (its prompt fills the
+            context, or its KV cache would be larger than there is) has the finish_reason "error" and its
+            `error` says why; the others are not affected.
+
+        Raises:
+            ValueError: a malformed prompt or parameter; nothing has run then.
+            KeyboardInterrupt: on Ctrl-C, after the step under way; the call's requests are dropped and the
+                LLM can be used again.
+        """
+        engine = self.llm_engine
+        processed = engine.input_processor.process_all(prompts)
+        params = _one_each("sampling_params", sampling_params, len(processed), SamplingParams)
+        for each in params:
+            each.check_model(engine.model_config.vocab_size)
+        priorities = self._priorities(priority, len(processed))
+        with ProgressBar(len(processed), shown=use_tqdm) as bar:
+            return self._run(processed, params, priorities, bar)
+
+    def _run(
+        self,
+        prompts: list[ProcessedPrompt],
+        params: list[SamplingParams],
+        priorities: list[int],
+        bar: ProgressBar,
+    ) -> list[RequestOutput]:
+        engine = self.llm_engine
+        outputs: dict[str, RequestOutput | None] = {}
+        unfinished: set[str] = set()
+
+        def finish(output: RequestOutput) -> None:
+            outputs[output.request_id] = output
+            bar.finish(output)
+
+        with deferred_interrupts() as check_interrupt:
+            try:
+                for prompt, each, priority in zip(prompts, params, priorities, strict=True):
+                    request_id = next(self._request_ids)
+                    outputs[request_id] = None  # keeps the order of the prompts
+                    try:
+                        engine.add_request(
+                            request_id, prompt, each, priority, output_kind=RequestOutputKind.FINAL_ONLY
+                        )
+                        unfinished.add(request_id)
+                    except RequestTooLargeError as error:
+                        finish(_refused(request_id, prompt, each, error))
+                while unfinished:
+                    for output in engine.step():
+                        if output.finished and output.request_id in unfinished:
+                            unfinished.remove(output.request_id)
+                            finish(output)
+                    check_interrupt()
+            except BaseException:
+                for request_id in unfinished:
+                    engine.abort_request(request_id)
+                raise
+        return [output for output in outputs.values() if output is not None]
+
+    def _priorities(self, priority: Sequence[int] | None, count: int) -> list[int]:
+        if priority is None:
+            return [0] * count
+        if self.llm_engine.config.scheduling_policy != "priority":
+            raise ValueError('priority needs an LLM with scheduling_policy="priority"')
+        return _one_each("priority", priority, count, int)
+
+    def get_tokenizer(self) -> PreTrainedTokenizerBase:
+        """The tokenizer.
+
+        Raises:
+            ValueError: it was not loaded, since skip_tokenizer_init was set.
+        """
+        if self.llm_engine.tokenizer is None:
+            raise ValueError("there is no tokenizer: skip_tokenizer_init is set")
+        return self.llm_engine.tokenizer
+
+    def close(self) -> None:
+        """Gives all memory back, on the device and on the CPU. The LLM cannot be used after."""
+        self.llm_engine.close()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def _one_each(name: str, given: T | Sequence[T] | None, count: int, kind: type[T]) -> list[T]:
+    """One value for each prompt, from one for all, a list, or None for the default."""
+    if given is None:
+        return [kind()] * count
+    if isinstance(given, kind) and kind is not int:
+        return [given] * count
+    if not isinstance(given, Sequence) or isinstance(given, str):
+        raise ValueError(f"{name} must be a list with one {kind.__name__} for each prompt, got {given!r}")
+    if len(given) != count:
+        raise ValueError(f"{name} must have one entry for each of the {count} prompts, got {len(given)}")
+    for value in given:
+        if not isinstance(value, kind) or isinstance(value, bool):
+            raise ValueError(f"{name} must hold {kind.__name__} values, got {value!r}")
+    return list(given)
+
+
+def _refused(
+    request_id: str, prompt: ProcessedPrompt, params: SamplingParams, error: RequestTooLargeError
+) -> RequestOutput:
+    return RequestOutput(
+        request_id=request_id,
+        prompt=prompt.text,
+        prompt_token_ids=prompt.token_ids,
+        outputs=[
+            CompletionOutput(index=i, text="", token_ids=[], finish_reason="error") for i in range(params.n)
+        ],
+        finished=True,
+        error=str(error),
+    )
