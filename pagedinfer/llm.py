@@ -64,8 +64,9 @@ class LLM:
 
     Raises:
         TypeError: an unknown parameter; the message suggests the nearest known one.
-        ValueError: a parameter out of its range, a model that cannot be loaded, or a device that cannot be
-            used; the message says what would be right.
+        ValueError: a parameter out of its range, or a model that cannot be loaded; the message says what
+            would be right.
+        DeviceError: no GPU can be used and device="cuda"; the message says why.
         OutOfMemoryError: weights or KV cache do not fit; the message says what was wanted, what there is,
             and what would fit.
     """
@@ -201,6 +202,10 @@ class LLM:
         if self.llm_engine.config.scheduling_policy != "priority":
             raise ValueError('priority needs an LLM with scheduling_policy="priority"')
         return _one_each("priority", priority, count, int)
+
+    def reset_prefix_cache(self) -> None:
+        """Forgets the KV of earlier prompts."""
+        self.llm_engine.reset_prefix_cache()
 
     def get_tokenizer(self) -> PreTrainedTokenizerBase:
         """The tokenizer.

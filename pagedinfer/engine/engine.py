@@ -124,6 +124,10 @@ class LLMEngine:
         """Whether there is anything to do."""
         return self.scheduler.has_unfinished_requests()
 
+    def reset_prefix_cache(self) -> None:
+        """Forgets the KV of earlier prompts, except what running requests are using."""
+        self.scheduler.kv.reset_prefix_cache()
+
     def close(self) -> None:
         """Drops all requests and gives all memory back. Harmless when repeated."""
         if not self._closed:

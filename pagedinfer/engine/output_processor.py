@@ -107,7 +107,8 @@ class OutputProcessor:
 
     def add(self, request: Request, prompt: ProcessedPrompt, output_kind: RequestOutputKind) -> None:
         """Begins a request's output."""
-        detokenizer = None if self._tokenizer is None else Detokenizer(self._tokenizer)
+        wanted = self._tokenizer is not None and request.sampling_params.detokenize
+        detokenizer = Detokenizer(self._tokenizer) if wanted else None
         self._states[request.request_id] = _RequestState(request, prompt, output_kind, detokenizer)
 
     def note_scheduled(self, admitted: Iterable[AdmittedRequest]) -> None:

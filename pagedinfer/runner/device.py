@@ -6,6 +6,8 @@ from pathlib import Path
 
 import torch
 
+from pagedinfer.device_check import check_cuda_device
+from pagedinfer.errors import DeviceError
 from pagedinfer.logging import get_logger
 
 logger = get_logger(__name__)
@@ -22,32 +24,19 @@ def resolve_device(name: str) -> torch.device:
     """The torch device for "auto", "cuda" or "cpu"; auto is the GPU if there is one that can be used.
 
     Raises:
-        ValueError: "cuda", and no GPU can be used; the message says why in one line.
+        DeviceError: "cuda", and no GPU can be used; the message says why in one line.
     """
     if name == "cpu":
         return torch.device("cpu")
-    reason = why_no_cuda()
-    if reason is None:
-        return torch.device("cuda", torch.cuda.current_device())
-    if name == "cuda":
-        raise ValueError(f"device='cuda' cannot be used: {reason}")
-    logger.info("no GPU is used: %s", reason)
-    return torch.device("cpu")
-
-
-def why_no_cuda() -> str | None:
-    """Why no GPU can be used, in one line; None if one can."""
-    if torch.version.cuda is None:
-        return f"this torch ({torch.__version__}) is built without CUDA"
     try:
-        torch.cuda.init()
-    except RuntimeError as error:
-        return f"torch finds no GPU: {str(error).splitlines()[0]}"
-    if torch.cuda.device_count() == 0:
-        return "torch finds no GPU"
-    if not torch._C._dispatch_has_kernel_for_dispatch_key("pagedinfer::store_kv", "CUDA"):
-        return "pagedinfer was built without CUDA: its kernels are for the CPU only (no nvcc was found)"
-    return None
+        index = torch.cuda.current_device() if torch.cuda.is_available() else 0
+        check_cuda_device(index)
+    except DeviceError as error:
+        if name == "cuda":
+            raise
+        logger.info("the CPU is used: %s", error)
+        return torch.device("cpu")
+    return torch.device("cuda", index)
 
 
 def resolve_dtype(name: str, checkpoint: str | None, device: torch.device) -> torch.dtype:

@@ -7,11 +7,12 @@ from contextlib import contextmanager
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from pagedinfer import ops
 from pagedinfer.engine.batch import Batch, StepOutput
 from pagedinfer.layers.attention import AttentionBatch
+from pagedinfer.models.causal_lm import CausalLM
 from pagedinfer.models.model_config import ModelConfig
 from pagedinfer.runner.input_batch import InputBatch, StepInputs
 from pagedinfer.runner.kv_cache import KVCache
@@ -62,7 +63,7 @@ class ModelRunner:
 
     def __init__(
         self,
-        model: nn.Module,
+        model: CausalLM,
         config: ModelConfig,
         cache: KVCache,
         *,
@@ -127,8 +128,7 @@ class ModelRunner:
             return None
         if inputs.sample_rows is not None:
             hidden = hidden.index_select(0, inputs.sample_rows)
-        logits: Tensor = self._model.compute_logits(hidden)
-        return logits
+        return self._model.compute_logits(hidden)
 
     def _attention(self, inputs: StepInputs) -> AttentionBatch:
         plans = {

@@ -7,12 +7,12 @@ import gc
 import time
 
 import torch
-from torch import nn
 
 from pagedinfer.config import EngineConfig
 from pagedinfer.engine.batch import Batch, StepHandle
 from pagedinfer.errors import OutOfMemoryError
 from pagedinfer.logging import get_logger
+from pagedinfer.models.causal_lm import CausalLM
 from pagedinfer.models.model_config import ModelConfig
 from pagedinfer.models.registry import build_model
 from pagedinfer.models.weights import load_weights
@@ -32,7 +32,8 @@ class Worker:
     """Loads a model onto a device, gives it as much KV cache as fits, and executes batches.
 
     Raises:
-        ValueError: a device that cannot be used, or a max_model_len beyond the model's.
+        ValueError: a max_model_len beyond the model's.
+        DeviceError: a device that cannot be used.
         OutOfMemoryError: the weights, the KV cache or the swap space do not fit.
     """
 
@@ -107,9 +108,12 @@ class Worker:
         """The device's memory; on a GPU what was free when the worker was made."""
         return cpu_memory() if self._meter is None else Memory(self._meter.total, self._meter.free)
 
-    def _load(self) -> nn.Module:
+    def _load(self) -> CausalLM:
         started = time.monotonic()
-        blueprint = build_model(self._model_config, self.dtype, torch.device("meta"))
+        max_model_len = self._config.max_model_len
+        blueprint = build_model(
+            self._model_config, self.dtype, torch.device("meta"), max_model_len=max_model_len
+        )
         num_bytes = sum(parameter.nbytes for parameter in blueprint.parameters())
         memory = self._memory()
         if num_bytes > memory.free:
@@ -117,7 +121,7 @@ class Worker:
                 f"the weights need {describe_bytes(num_bytes)}; of {describe_bytes(memory.total)} in total, "
                 f"{describe_bytes(memory.free)} are free on {self.device}"
             )
-        model: nn.Module = build_model(self._model_config, self.dtype, self.device)
+        model = build_model(self._model_config, self.dtype, self.device, max_model_len=max_model_len)
         load_weights(model, self._config.model, self._config.load_format)
         logger.info(
             "%s: %s of weights in %.1f s, %s on %s",
