@@ -58,7 +58,9 @@ def load_kernels() -> Any:
     try:
         torch.ops.load_library(str(library))  # type: ignore[no-untyped-call]
     except OSError as error:
-        raise ImportError(_cannot_load(torch.__version__, build_info(), str(error))) from error
+        # torch says only that it failed; why stands in the loader's own error behind it.
+        reason = str(error.__cause__ or error)
+        raise ImportError(_cannot_load(torch.__version__, build_info(), reason)) from error
     return torch.ops.pagedinfer
 
 
