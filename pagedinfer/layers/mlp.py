@@ -1,0 +1,32 @@
+"""Feed-forward blocks."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from pagedinfer.layers.activation import gated_activation
+from pagedinfer.layers.linear import FusedLinear, Linear
+from pagedinfer.layers.placement import Placement
+
+
+class GatedMLP(nn.Module):
+    """down(activation(gate(x)) * up(x)), with gate and up as one GEMM."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        *,
+        activation: str,
+        bias: bool,
+        placement: Placement,
+    ) -> None:
+        super().__init__()
+        parts = {"gate_proj": intermediate_size, "up_proj": intermediate_size}
+        self.gate_up_proj = FusedLinear(hidden_size, parts, bias=bias, placement=placement)
+        self.down_proj = Linear(intermediate_size, hidden_size, bias=bias, placement=placement)
+        self.activation = gated_activation(activation)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """[num_tokens, hidden] -> [num_tokens, hidden]"""
+        return self.down_proj(self.activation(self.gate_up_proj(hidden)))  # type: ignore[no-any-return]

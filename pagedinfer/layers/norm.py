@@ -1,0 +1,52 @@
+"""Normalization layers."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from pagedinfer import ops
+from pagedinfer.layers.placement import Placement
+
+
+class RMSNorm(nn.Module):
+    """RMSNorm (Zhang and Sennrich, 2019), with the addition of the residual stream fused into it."""
+
+    def __init__(self, size: int, epsilon: float, *, placement: Placement) -> None:
+        super().__init__()
+        self.weight = placement.parameter(size)
+        self.epsilon = epsilon
+
+    def forward(self, input: Tensor, residual: Tensor | None = None) -> Tensor:
+        """[..., size] -> the same shape. A residual is updated in place: norm(residual += input)."""
+        return ops.rms_norm(input, self.weight, self.epsilon, residual)
+
+
+class LayerNorm(nn.Module):
+    """LayerNorm (Ba et al., 2016), with a bias."""
+
+    def __init__(self, size: int, epsilon: float, *, placement: Placement) -> None:
+        super().__init__()
+        self.weight = placement.parameter(size)
+        self.bias = placement.parameter(size)
+        self.epsilon = epsilon
+
+    def forward(self, input: Tensor) -> Tensor:
+        """[..., size] -> the same shape"""
+        return functional.layer_norm(input, self.weight.shape, self.weight, self.bias, self.epsilon)
+
+
+class OffsetRMSNorm(nn.Module):
+    """RMSNorm whose weight is stored as its distance from one, and applied in float32, as Gemma has it."""
+
+    def __init__(self, size: int, epsilon: float, *, placement: Placement) -> None:
+        super().__init__()
+        self.weight = placement.parameter(size)
+        self.epsilon = epsilon
+
+    def forward(self, input: Tensor) -> Tensor:
+        """[..., size] -> the same shape"""
+        x = input.float()
+        x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.epsilon)
+        return (x * (1.0 + self.weight.float())).to(input.dtype)

@@ -1,0 +1,23 @@
+"""Where and in which precision the weights of a model live."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Handed to every layer that has weights."""
+
+    dtype: torch.dtype
+    device: torch.device
+
+    def parameter(self, *shape: int) -> nn.Parameter:
+        """An uninitialised parameter, for inference only."""
+        return nn.Parameter(self.empty(*shape), requires_grad=False)
+
+    def empty(self, *shape: int) -> Tensor:
+        return torch.empty(shape, dtype=self.dtype, device=self.device)

@@ -1,0 +1,151 @@
+"""Llama 2 and 3, and what else is built like them (Touvron et al., 2023)."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from pagedinfer.layers.attention import Attention, AttentionBatch
+from pagedinfer.layers.embedding import Embedding, LanguageModelHead
+from pagedinfer.layers.linear import FusedLinear, Linear
+from pagedinfer.layers.mlp import GatedMLP
+from pagedinfer.layers.norm import RMSNorm
+from pagedinfer.layers.placement import Placement
+from pagedinfer.layers.rotary import RotaryEmbedding
+from pagedinfer.models.causal_lm import CausalLM
+from pagedinfer.models.model_config import ModelConfig
+
+
+class LlamaAttention(nn.Module):
+    """Grouped-query attention on one fused projection."""
+
+    def __init__(
+        self, config: ModelConfig, layer: int, rotary: RotaryEmbedding, placement: Placement
+    ) -> None:
+        super().__init__()
+        self.num_heads, self.num_kv_heads = config.num_heads, config.num_kv_heads
+        self.head_dim = config.head_dim
+        self.query_size = self.num_heads * self.head_dim
+        self.kv_size = self.num_kv_heads * self.head_dim
+        self.qkv_proj = FusedLinear(
+            config.hidden_size,
+            {"q_proj": self.query_size, "k_proj": self.kv_size, "v_proj": self.kv_size},
+            bias=self.has_qkv_bias(config),
+            placement=placement,
+        )
+        self.o_proj = Linear(
+            self.query_size, config.hidden_size, bias=self.has_output_bias(config), placement=placement
+        )
+        self.rotary = rotary
+        self.attention = Attention(
+            layer,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            sliding_window=config.layer_windows[layer],
+        )
+
+    def has_qkv_bias(self, config: ModelConfig) -> bool:
+        return bool(config.options.get("attention_bias", False))
+
+    def has_output_bias(self, config: ModelConfig) -> bool:
+        return bool(config.options.get("attention_bias", False))
+
+    def normalize_heads(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+        """What happens to [num_tokens, heads, head_dim] before the rotation: nothing here."""
+        return query, key
+
+    def forward(
+        self, hidden: Tensor, positions: Tensor, kv_cache: Tensor, attention: AttentionBatch
+    ) -> Tensor:
+        qkv = self.qkv_proj(hidden)
+        query, key, value = qkv.split((self.query_size, self.kv_size, self.kv_size), dim=-1)
+        query, key = self.normalize_heads(
+            query.unflatten(-1, (self.num_heads, self.head_dim)),
+            key.unflatten(-1, (self.num_kv_heads, self.head_dim)),
+        )
+        value = value.unflatten(-1, (self.num_kv_heads, self.head_dim))
+        self.rotary(positions, query, key)
+        return self.o_proj(self.attention(query, key, value, kv_cache, attention))  # type: ignore[no-any-return]
+
+
+class LlamaDecoderLayer(nn.Module):
+    """Attention and MLP, each on the normalized residual stream."""
+
+    attention_class: type[LlamaAttention] = LlamaAttention
+
+    def __init__(
+        self, config: ModelConfig, layer: int, rotary: RotaryEmbedding, placement: Placement
+    ) -> None:
+        super().__init__()
+        epsilon = config.options["rms_norm_eps"]
+        self.input_layernorm = RMSNorm(config.hidden_size, epsilon, placement=placement)
+        self.self_attn = self.attention_class(config, layer, rotary, placement)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, epsilon, placement=placement)
+        self.mlp = self.make_mlp(config, placement)
+
+    def make_mlp(self, config: ModelConfig, placement: Placement) -> nn.Module:
+        return GatedMLP(
+            config.hidden_size,
+            config.options["intermediate_size"],
+            activation=config.options["hidden_act"],
+            bias=bool(config.options.get("mlp_bias", False)),
+            placement=placement,
+        )
+
+    def forward(
+        self,
+        hidden: Tensor,
+        residual: Tensor | None,
+        positions: Tensor,
+        kv_cache: Tensor,
+        attention: AttentionBatch,
+    ) -> tuple[Tensor, Tensor]:
+        """The layer's output, which is still to be added to the residual stream, and that stream."""
+        if residual is None:
+            residual, hidden = hidden, self.input_layernorm(hidden)
+        else:
+            hidden = self.input_layernorm(hidden, residual)
+        hidden = self.self_attn(hidden, positions, kv_cache, attention)
+        hidden = self.post_attention_layernorm(hidden, residual)
+        return self.mlp(hidden), residual
+
+
+class LlamaModel(nn.Module):
+    """Embedding, layers, final norm."""
+
+    layer_class: type[LlamaDecoderLayer] = LlamaDecoderLayer
+
+    def __init__(self, config: ModelConfig, placement: Placement, max_model_len: int) -> None:
+        super().__init__()
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, placement=placement)
+        rotary = RotaryEmbedding(config.rope(), max_model_len=max_model_len, device=placement.device)
+        self.layers = nn.ModuleList(
+            self.layer_class(config, layer, rotary, placement) for layer in range(config.num_layers)
+        )
+        self.norm = RMSNorm(config.hidden_size, config.options["rms_norm_eps"], placement=placement)
+
+    def forward(
+        self, input_ids: Tensor, positions: Tensor, kv_cache: Tensor, attention: AttentionBatch
+    ) -> Tensor:
+        hidden, residual = self.embed_tokens(input_ids), None
+        for layer in self.layers:
+            hidden, residual = layer(hidden, residual, positions, kv_cache, attention)
+        return self.norm(hidden, residual)  # type: ignore[no-any-return]
+
+
+class LlamaForCausalLM(CausalLM):
+    """See CausalLM."""
+
+    model_class: type[LlamaModel] = LlamaModel
+
+    def __init__(self, config: ModelConfig, placement: Placement, max_model_len: int) -> None:
+        super().__init__()
+        self.model = self.model_class(config, placement, max_model_len)
+        self.lm_head = LanguageModelHead(
+            self.model.embed_tokens, tied=config.tie_word_embeddings, placement=placement
+        )
+
+    def forward(
+        self, input_ids: Tensor, positions: Tensor, kv_cache: Tensor, attention: AttentionBatch
+    ) -> Tensor:
+        return self.model(input_ids, positions, kv_cache, attention)  # type: ignore[no-any-return]

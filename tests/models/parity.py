@@ -1,0 +1,53 @@
+"""What every family's test asks: that its logits and greedy tokens are transformers'."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from tests.models.harness import PagedModel, load
+from tests.tiny_models import VOCAB_SIZE
+
+TOLERANCE = 1e-4
+LENGTHS = (1, 5, 16, 33, 70)
+
+
+def random_prompts(lengths: tuple[int, ...] = LENGTHS, seed: int = 0) -> list[list[int]]:
+    generator = np.random.default_rng(seed)
+    return [generator.integers(3, VOCAB_SIZE, length).tolist() for length in lengths]
+
+
+@torch.inference_mode()
+def transformers_logits(model: PreTrainedModel, prompt: list[int]) -> torch.Tensor:
+    """[len(prompt), vocab]"""
+    return model(torch.tensor([prompt]), use_cache=False).logits[0]
+
+
+@torch.inference_mode()
+def transformers_greedy(model: PreTrainedModel, prompt: list[int], num_tokens: int) -> list[int]:
+    tokens = model.generate(
+        torch.tensor([prompt]), max_new_tokens=num_tokens, min_new_tokens=num_tokens, do_sample=False
+    )
+    return tokens[0, len(prompt) :].tolist()
+
+
+def check_logits(model: PagedModel, reference: PreTrainedModel, prompts: list[list[int]]) -> None:
+    """Prompts of mixed lengths in one batch: prefill at once, in chunks, and token by token."""
+    expected = [transformers_logits(reference, prompt) for prompt in prompts]
+    for chunk, block_size in ((None, 16), (7, 8), (1, 32)):
+        found = model.logits(prompts, chunk=chunk, block_size=block_size)
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(one, other, rtol=0, atol=TOLERANCE)
+
+
+def check_parity(path: Path, reference: PreTrainedModel, *, num_tokens: int = 32) -> None:
+    """Logits and greedy tokens of the model saved under `path` equal those of `reference`."""
+    model = load(path)
+    prompts = random_prompts()
+    check_logits(model, reference, prompts)
+    reference.generation_config.eos_token_id = None
+    expected = [transformers_greedy(reference, prompt, num_tokens) for prompt in prompts]
+    assert model.greedy(prompts, num_tokens) == expected
