@@ -1,0 +1,23 @@
+// What the attention kernels need to know of the current device, asked for once and kept: every op of
+// every layer wants it, also while a graph is captured.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include "attention/work_partition.h"
+
+namespace pagedinfer::attention {
+
+struct DeviceLimits {
+  int num_sms;
+  // Bytes of shared memory: of a multiprocessor, of one block at most, and what the system takes of each
+  // block's share.
+  int shared_per_sm, shared_per_block, shared_reserved;
+
+  // Blocks of the decode kernel: fixed, so that a captured graph stays valid for any lengths.
+  int decode_grid() const { return num_sms * kDecodeBlocksPerSM; }
+};
+
+cudaError_t device_limits(DeviceLimits* limits);
+
+}  // namespace pagedinfer::attention

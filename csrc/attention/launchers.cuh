@@ -1,0 +1,18 @@
+// The kernels that paged_attention chooses from, one launcher each.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include "attention/kernel_params.cuh"
+
+namespace pagedinfer::attention {
+
+// Decode sequences, and zeros for rows without one: fp16 and bf16.
+cudaError_t launch_decode(const KernelParams& p, cudaStream_t stream);
+// Prefill tiles: fp16 and bf16, tensor cores through mma.sync.
+cudaError_t launch_prefill_mma(const KernelParams& p, cudaStream_t stream);
+// The same two for fp32: plain fused multiply-adds.
+cudaError_t launch_decode_fp32(const KernelParams& p, cudaStream_t stream);
+cudaError_t launch_prefill_fp32(const KernelParams& p, cudaStream_t stream);
+
+}  // namespace pagedinfer::attention

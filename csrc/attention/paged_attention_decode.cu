@@ -1,0 +1,441 @@
+// Decode: attention of sequences with few query rows (fp16, bf16), split along the keys over a fixed grid.
+//
+//   for each tile of 64 keys of a unit, on tensor cores, with Q [16 x D] the unit's packed query rows:
+//     S = Q K^T;  m' = max(m, rowmax S);  P = 2^(S - m');  l = l 2^(m - m') + rowsum P
+//     O = O 2^(m - m') + P V
+//
+//   tensor        shape                                             dtype      strides (elements)
+//   query         [num_tokens, num_heads, D]                        T          free, free, 1
+//   kv_cache      [num_blocks, 2, num_kv_heads, block_size, D]      T          cache_stride_block, dense
+//   block_table   [num_seqs, max_blocks]                            int32      block_table_stride, 1
+//   plan          PlanLayout                                        int32      what each block does
+//   workspace     see partial_results.cuh                           float32    results of parts of units
+//   out           [num_tokens, num_heads, D]                        T          dense
+//
+// Grid: p.grid blocks (DeviceLimits::decode_grid), whatever the batch, so that a captured graph stays valid. A block
+// owns the contiguous range of tiles in its BlockRecord (work_partition.h).
+// A block's warps share nothing but the ends of the units: warp w takes tokens 16 w .. 16 w + 15 of each
+// tile, brings them in by itself and keeps a softmax of its own. So no barrier stands in the loop, only
+// the warp's own wait for its copies, and the ring runs on over the ends of units and sequences.
+// Shared memory: for each warp a ring of p.stages x (K, V of 16 tokens); then Q, if HEAD_DIM is 256, and (m, l) of each warp and row.
+//   The stage that a warp has just used takes its O at the end of a unit: 16 tokens of K and V in 16 bits
+//   are as many bytes as 16 rows of O in 32.
+// Template: T, the element type; HEAD_DIM.
+// Invariants: keys outside first_key .. seq_len - 1 are never read: their shared memory is zeroed (0 * NaN
+// would be NaN) and their scores are -inf.
+#include "attention/device_limits.h"
+#include "attention/dispatch.h"
+#include "attention/kernel_params.cuh"
+#include "attention/launchers.cuh"
+#include "attention/mma_primitives.cuh"
+#include "attention/partial_results.cuh"
+
+namespace pagedinfer::attention {
+
+namespace {
+
+constexpr unsigned kWarpMask = ~0u;
+constexpr int kWarpTokens = 16;
+constexpr int kMinStages = 2, kMaxStages = 6;
+
+template <int HEAD_DIM>
+struct DecodeTraits {
+  // A head_dim of 256 has two warps a block and walks a tile in two steps: as many bytes in flight.
+  static constexpr int kWarps = HEAD_DIM <= 128 ? 4 : 2;
+  static constexpr int kThreads = kWarps * 32;
+  static constexpr int kStepTokens = kWarps * kWarpTokens;
+  static constexpr int kSteps = kTileTokens / kStepTokens;  // of a tile
+
+  using Rows = TileRows<HEAD_DIM>;
+  static constexpr int kRowsBytes = kWarpTokens * Rows::kRowBytes;  // K or V of a warp's 16 tokens
+  static constexpr int kWarpStageBytes = 2 * kRowsBytes;
+  static constexpr int kStageBytes = kWarps * kWarpStageBytes;
+
+  // Q in registers; of a head_dim of 256 it would not fit there beside O.
+  static constexpr bool kSharedQuery = HEAD_DIM > 128;
+  static constexpr int kQueryBytes = kSharedQuery ? kDecodeRows * Rows::kRowBytes : 0;
+  static constexpr int kScalesBytes = kWarps * kDecodeRows * static_cast<int>(sizeof(float2));
+  static constexpr int kTailBytes = kQueryBytes + kScalesBytes + 16;
+
+  static_assert(kWarpStageBytes >= WarpSums<HEAD_DIM>::kFloats * 4);
+};
+
+// Where the block's copies stand: always some steps ahead of the arithmetic. The block ids of the next
+// step are fetched when the step before it is issued.
+template <typename T, int HEAD_DIM>
+struct TileLoader {
+  using Traits = DecodeTraits<HEAD_DIM>;
+  using Rows = TileRows<HEAD_DIM>;
+
+  const KernelParams& p;
+  const SequenceRecord* sequences;
+  SequenceRecord sequence, next_sequence;
+  int num_sequences, index, unit, tile, step;
+  int tiles_left;
+  int first_id, second_id;  // blocks of the warp's tokens 0..7 and 8..15
+
+  __device__ TileLoader(const KernelParams& p, const PlanView& plan, const BlockRecord& record)
+      : p(p),
+        sequences(plan.sequences),
+        sequence(record.sequence),
+        num_sequences(plan.header->num_decode_seqs),
+        index(record.index),
+        unit(record.unit),
+        tile(record.tile),
+        step(0),
+        tiles_left(record.num_tiles) {
+    if (tiles_left == 0) return;
+    fetch_ids();
+    fetch_next_sequence();
+  }
+
+  __device__ __forceinline__ int first_token() const {
+    return (sequence.first_tile + tile) * kTileTokens + step * Traits::kStepTokens +
+           static_cast<int>(threadIdx.x) / 32 * kWarpTokens;
+  }
+
+  __device__ __forceinline__ void fetch_next_sequence() {
+    if (index + 1 < num_sequences) next_sequence = sequences[index + 1];
+  }
+
+  __device__ __forceinline__ void fetch_ids() {
+    const int32_t* table = p.op.block_table + sequence.seq * p.op.block_table_stride;
+    // Tokens outside the sequence take the id of one inside: it is not used, and no other may be read.
+    auto id_of = [&](int token) {
+      token = larger(sequence.first_key, smaller(token, sequence.seq_len - 1));
+      return table[token >> p.block_shift];
+    };
+    first_id = id_of(first_token());
+    second_id = id_of(first_token() + 8);
+  }
+
+  // Starts the copies of this warp's tokens of the current step, and moves on to the next one.
+  __device__ __forceinline__ void issue(uint32_t stage) {
+    const int lane = threadIdx.x % 32;
+    const int first = first_token();
+    using Walk = ChunkWalk<32, Rows::kChunks>;
+    const HeadPages<T, HEAD_DIM> pages(p, unit / p.slices);
+    const char* first_page = pages.page(p, first_id);
+    const char* second_page = pages.page(p, second_id);
+    const int offset_mask = (1 << p.block_shift) - 1;
+    const unsigned seen_keys = sequence.seq_len - sequence.first_key;
+#pragma unroll
+    for (int j = 0; j < kWarpTokens * Rows::kChunks / 32; ++j) {
+      const int row = Walk::row(lane, j), chunk = Walk::chunk(lane, j);
+      const bool valid = static_cast<unsigned>(first + row - sequence.first_key) < seen_keys;
+      const char* from = (row < 8 ? first_page : second_page) +
+                         ((first + row) & offset_mask) * (HEAD_DIM * 2) + chunk * 16;
+      const uint32_t to = stage + Rows::offset(row, chunk);
+      copy_async(to, from, valid);
+      copy_async(to + Traits::kRowsBytes, from + pages.value_bytes, valid);
+    }
+    advance();
+  }
+
+  __device__ __forceinline__ void advance() {
+    if (++step < Traits::kSteps) {
+      fetch_ids();
+      return;
+    }
+    step = 0;
+    if (--tiles_left == 0) return;
+    if (++tile == sequence.num_tiles) {
+      tile = 0;
+      if (++unit == p.units) {
+        unit = 0;
+        ++index;
+        sequence = next_sequence;
+        fetch_next_sequence();
+      }
+    }
+    fetch_ids();
+  }
+};
+
+// The attention of one warp over its share of a unit's keys.
+template <typename T, int HEAD_DIM>
+struct WarpAttention {
+  using Traits = DecodeTraits<HEAD_DIM>;
+  using Rows = TileRows<HEAD_DIM>;
+  static constexpr int kSlices = HEAD_DIM / 16;
+
+  uint32_t query[Traits::kSharedQuery ? 1 : kSlices][4];
+  uint32_t shared_query;
+  float sums[HEAD_DIM / 8][4];
+  float maximum[2], sum[2];  // of rows g and g + 8; `sum` of this lane's columns only
+  int last_key[2];           // that the rows see; with a window they see `window` keys up to it
+  int all_see_to, all_see_from;  // keys in between are seen by every row
+
+  // The whole block. `shared`: where Q lies, if in shared memory.
+  __device__ __forceinline__ void start(const KernelParams& p, const SequenceRecord& s, int unit,
+                                        char* shared) {
+    const int group_lane = threadIdx.x % 32 / 4, pair = threadIdx.x % 4;
+    const int kv_head = unit / p.slices;
+    const int first_row = unit % p.slices * kDecodeRows;
+    const int rows = smaller(kDecodeRows, s.query_len * p.group - first_row);
+    const T* rows_of[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = first_row + smaller(group_lane + 8 * half, rows - 1);
+      rows_of[half] = static_cast<const T*>(p.op.query) +
+                      row_offset(p, s.query_start, kv_head, row, p.op.query_stride_token,
+                                 p.op.query_stride_head);
+      last_key[half] = s.seq_len - s.query_len + row / p.group;
+      maximum[half] = -INFINITY;
+      sum[half] = 0.0f;
+    }
+    all_see_to = s.seq_len - s.query_len;
+    all_see_from = p.window > 0 ? s.seq_len - p.window : 0;
+    // Rows past the last are zeros: their scores are zeros, and nobody looks at them.
+    if constexpr (Traits::kSharedQuery) {
+      for (int i = threadIdx.x; i < kDecodeRows * Rows::kChunks; i += Traits::kThreads) {
+        const int row = i / Rows::kChunks, chunk = i % Rows::kChunks;
+        const T* from = static_cast<const T*>(p.op.query) +
+                        row_offset(p, s.query_start, kv_head, first_row + smaller(row, rows - 1),
+                                   p.op.query_stride_token, p.op.query_stride_head);
+        *reinterpret_cast<uint4*>(shared + Rows::offset(row, chunk)) =
+            row < rows ? *reinterpret_cast<const uint4*>(from + chunk * 8) : uint4{0, 0, 0, 0};
+      }
+      shared_query = shared_address(shared);
+      __syncthreads();
+    } else {
+#pragma unroll
+      for (int slice = 0; slice < kSlices; ++slice) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const bool valid = group_lane + 8 * (i & 1) < rows;
+          const T* from = rows_of[i & 1] + slice * 16 + i / 2 * 8 + pair * 2;
+          query[slice][i] = valid ? *reinterpret_cast<const uint32_t*>(from) : 0;
+        }
+      }
+    }
+#pragma unroll
+    for (int n = 0; n < HEAD_DIM / 8; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) sums[n][i] = 0.0f;
+    }
+  }
+
+  // `stage`: K, then V of tokens first .. first + 15.
+  __device__ __forceinline__ void step(const KernelParams& p, uint32_t stage, int first) {
+    const int lane = threadIdx.x % 32;
+
+    float scores[2][4] = {};
+    {
+      const int row = lane / 16 * 8 + lane % 8, half = lane / 8 & 1;
+#pragma unroll
+      for (int slice = 0; slice < kSlices; ++slice) {
+        uint32_t k[4];
+        load_matrices(k, stage + Rows::offset(row, slice * 2 + half));
+        constexpr int kKept = Traits::kSharedQuery ? 0 : 1;
+        if constexpr (Traits::kSharedQuery) {
+          load_matrices(query[0], shared_query + Rows::offset(lane % 16, slice * 2 + lane / 16));
+        }
+        multiply_add<T>(scores[0], query[slice * kKept], k[0], k[1]);
+        multiply_add<T>(scores[1], query[slice * kKept], k[2], k[3]);
+      }
+    }
+    if (p.score.capped || p.score.negated) {
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        scores[i / 4][i % 4] = transformed_score(scores[i / 4][i % 4], p.score);
+      }
+    }
+    if (first + kWarpTokens - 1 > all_see_to || first < all_see_from) {
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        const int key = first + i / 4 * 8 + lane % 4 * 2 + i % 2;
+        const int last = last_key[i % 4 / 2];
+        const bool seen = key <= last && (p.window == 0 || key > last - p.window);
+        if (!seen) scores[i / 4][i % 4] = -INFINITY;
+      }
+    }
+
+    float rescale[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      float* low = &scores[0][half * 2];
+      float* high = &scores[1][half * 2];
+      float m = fmaxf(fmaxf(low[0], low[1]), fmaxf(high[0], high[1]));
+      m = fmaxf(m, __shfl_xor_sync(kWarpMask, m, 1));
+      m = fmaxf(m, __shfl_xor_sync(kWarpMask, m, 2));
+      m = fmaxf(maximum[half], m * p.score.factor);
+      const float reference = m == -INFINITY ? 0.0f : m;
+      rescale[half] = exp2_fast(maximum[half] - reference);
+      maximum[half] = m;
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        low[i] = exp2_fast(fmaf(low[i], p.score.factor, -reference));
+        high[i] = exp2_fast(fmaf(high[i], p.score.factor, -reference));
+      }
+      sum[half] = sum[half] * rescale[half] + ((low[0] + low[1]) + (high[0] + high[1]));
+    }
+    // The maximum settles after a few tiles; from then on this is skipped.
+    if (__any_sync(kWarpMask, rescale[0] != 1.0f || rescale[1] != 1.0f)) {
+#pragma unroll
+      for (int n = 0; n < HEAD_DIM / 8; ++n) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) sums[n][i] *= rescale[i / 2];
+      }
+    }
+
+    const uint32_t weights[4] = {
+        pack<T>(scores[0][0], scores[0][1]), pack<T>(scores[0][2], scores[0][3]),
+        pack<T>(scores[1][0], scores[1][1]), pack<T>(scores[1][2], scores[1][3])};
+    {
+      const int row = lane % 16, half = lane / 16;
+      const uint32_t values = stage + Traits::kRowsBytes;
+#pragma unroll
+      for (int slice = 0; slice < kSlices; ++slice) {
+        uint32_t v[4];
+        load_matrices_transposed(v, values + Rows::offset(row, slice * 2 + half));
+        multiply_add<T>(sums[slice * 2], weights, v[0], v[1]);
+        multiply_add<T>(sums[slice * 2 + 1], weights, v[2], v[3]);
+      }
+    }
+  }
+
+  // Leaves the first `rows` rows' results in shared memory.
+  __device__ __forceinline__ void leave(float* sums_to, float2* scales_to, int rows) {
+    const int group_lane = threadIdx.x % 32 / 4, pair = threadIdx.x % 4;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      float l = sum[half];
+      l += __shfl_xor_sync(kWarpMask, l, 1);
+      l += __shfl_xor_sync(kWarpMask, l, 2);
+      const int row = group_lane + 8 * half;
+      if (row >= rows) continue;
+      if (pair == 0) scales_to[row] = {maximum[half], l};
+#pragma unroll
+      for (int n = 0; n < HEAD_DIM / 8; ++n) {
+        *reinterpret_cast<float2*>(sums_to + WarpSums<HEAD_DIM>::index(row, n * 8 + pair * 2)) = {
+            sums[n][half * 2], sums[n][half * 2 + 1]};
+      }
+    }
+  }
+};
+
+template <typename T, int HEAD_DIM>
+__global__ __launch_bounds__(DecodeTraits<HEAD_DIM>::kThreads, kDecodeBlocksPerSM) void decode_kernel(
+    const __grid_constant__ KernelParams p) {
+  using Traits = DecodeTraits<HEAD_DIM>;
+  extern __shared__ __align__(128) char shared[];
+  const int warp = threadIdx.x / 32;
+  char* ring = shared + warp * p.stages * Traits::kWarpStageBytes;
+  const uint32_t ring_address = shared_address(ring);
+  char* query = shared + p.stages * Traits::kStageBytes;
+  char* tail = query + Traits::kQueryBytes;
+  auto* scales = reinterpret_cast<float2(*)[kDecodeRows]>(tail);
+  auto* flag = reinterpret_cast<int*>(tail + Traits::kScalesBytes);
+
+  const PlanView plan(p);
+  const BlockRecord record = plan.blocks[blockIdx.x];
+  if (record.num_tiles > 0) {
+    const bool deterministic = plan.header->deterministic != 0;
+    const Partition partition(plan.header->total_tiles, gridDim.x);
+    TileLoader<T, HEAD_DIM> loader(p, plan, record);
+    int issue_stage = 0;
+    auto issue_next = [&] {
+      if (loader.tiles_left > 0) {
+        loader.issue(ring_address + issue_stage * Traits::kWarpStageBytes);
+        issue_stage = issue_stage + 1 == p.stages ? 0 : issue_stage + 1;
+      }
+      commit_copies();  // also when there is nothing left: the waits count groups
+    };
+    for (int i = 0; i < p.stages - 1; ++i) issue_next();
+
+    const PartWriter<T, HEAD_DIM, Traits::kThreads> writer(p, plan);
+    WarpAttention<T, HEAD_DIM> attention;
+    SequenceRecord sequence = record.sequence;
+    int index = record.index, unit = record.unit, tile = record.tile;
+    int tiles_left = record.num_tiles, stage = 0;
+    bool prefix = tile == 0;
+    while (true) {
+      // One part, or one chunk of it.
+      const int chunk = chunk_tiles(sequence.num_tiles, deterministic);
+      const int part_end = smaller(sequence.num_tiles, tile + tiles_left);
+      const int end = deterministic ? smaller(part_end, (tile / chunk + 1) * chunk) : part_end;
+      attention.start(p, sequence, unit, query);
+      int last_stage = stage;
+      int first = (sequence.first_tile + tile) * kTileTokens + warp * kWarpTokens;
+      for (int step = (end - tile) * Traits::kSteps; step > 0; --step) {
+        wait_copies(p.stages - 2);
+        __syncwarp();  // every lane's copies are there, and every lane is done with the stage before
+        issue_next();
+        if (first < sequence.seq_len && first + kWarpTokens > sequence.first_key) {
+          attention.step(p, ring_address + stage * Traits::kWarpStageBytes, first);
+        }
+        first += Traits::kStepTokens;
+        last_stage = stage;
+        stage = stage + 1 == p.stages ? 0 : stage + 1;
+      }
+
+      // The next copy into last_stage is issued after the barrier at the end of this.
+      __syncwarp();
+      const int rows = smaller(kDecodeRows, sequence.query_len * p.group - unit % p.slices * kDecodeRows);
+      attention.leave(reinterpret_cast<float*>(ring + last_stage * Traits::kWarpStageBytes),
+                      scales[warp], rows);
+      __syncthreads();
+      const Unit unit_place{sequence.list_begin + unit * sequence.num_tiles, sequence.num_tiles, chunk};
+      writer.template finish<Traits::kWarps>(
+          Part{
+              .sequence = &sequence,
+              .unit = unit,
+              .slots = PartSlots(partition, unit_place, deterministic),
+              .prefix = prefix,
+              .accumulates = prefix && tile > 0,
+              .complete = end == sequence.num_tiles,
+              .last_of_block = end == part_end,
+              .chunk = deterministic ? tile / chunk : 0,
+          },
+          scales, reinterpret_cast<const float*>(shared + last_stage * Traits::kWarpStageBytes),
+          p.stages * Traits::kWarpStageBytes / 4, flag);
+
+      tiles_left -= end - tile;
+      if (tiles_left == 0) break;
+      __syncthreads();  // the stage and the scales may be written again
+      tile = end;
+      if (tile == sequence.num_tiles) {
+        tile = 0;
+        prefix = true;
+        if (++unit == p.units) {
+          unit = 0;
+          sequence = plan.sequences[++index];
+        }
+      }
+    }
+  }
+  write_zero_rows<T>(p, plan, Traits::kThreads);
+}
+
+template <typename T, int HEAD_DIM>
+cudaError_t launch(KernelParams p, cudaStream_t stream) {
+  using Traits = DecodeTraits<HEAD_DIM>;
+  const auto kernel = decode_kernel<T, HEAD_DIM>;
+  DeviceLimits limits;
+  if (cudaError_t status = device_limits(&limits); status != cudaSuccess) return status;
+  // As many stages as leave room for kDecodeBlocksPerSM blocks; three even if that is one block only.
+  auto stages_in = [](int bytes) { return (bytes - Traits::kTailBytes) / Traits::kStageBytes; };
+  const int shared_out = stages_in(limits.shared_per_sm / kDecodeBlocksPerSM - limits.shared_reserved);
+  const int alone = stages_in(limits.shared_per_block);
+  p.stages = larger(smaller(shared_out, kMaxStages), smaller(alone, 3));
+  if (p.stages < kMinStages) return cudaErrorInvalidConfiguration;
+  const int bytes = p.stages * Traits::kStageBytes + Traits::kTailBytes;
+  cudaError_t status =
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+  if (status != cudaSuccess) return status;
+  kernel<<<p.grid, Traits::kThreads, bytes, stream>>>(p);
+  return cudaGetLastError();
+}
+
+}  // namespace
+
+cudaError_t launch_decode(const KernelParams& p, cudaStream_t stream) {
+  return dispatch_half_type(p.op.dtype, [&](auto type) {
+    return dispatch_head_dim(p.op.head_dim, [&](auto head_dim) {
+      return launch<typename decltype(type)::Type, head_dim.value>(p, stream);
+    });
+  });
+}
+
+}  // namespace pagedinfer::attention

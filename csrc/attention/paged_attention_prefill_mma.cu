@@ -1,0 +1,351 @@
+// Prefill: attention of sequences with many query rows (fp16, bf16), tiled along the rows, on tensor cores
+// through mma.sync (sm_80 and newer).
+//
+//   for Q [M x D] a tile of packed query rows, over tiles of keys (64; 32 for a D of 256) from the last to the first:
+//     S = Q K^T;  m' = max(m, rowmax S);  P = 2^(S - m');  l = l 2^(m - m') + rowsum P
+//     O = O 2^(m - m') + P V;             at the end: out = O / l             (FlashAttention, Dao 2022)
+//
+//   tensor        shape                                             dtype      strides (elements)
+//   query         [num_tokens, num_heads, D]                        T          free, free, 1
+//   kv_cache      [num_blocks, 2, num_kv_heads, block_size, D]      T          cache_stride_block, dense
+//   block_table   [num_seqs, max_blocks]                            int32      block_table_stride, 1
+//   plan          PrefillTile [num_prefill_tiles], longest first    int32
+//   out           [num_tokens, num_heads, D]                        T          dense
+//
+// Grid: the most tiles that a batch of this shape can have x num_kv_heads; blocks past the plan's count
+// leave at once. The hardware hands out blocks in order, so that the longest tiles start first.
+// A block owns M = prefill_tile_rows packed rows of one KV head: the query heads that share it lie side by
+// side, which halves nothing for a long chunk and fills the tile for a short one. Each of its four warps
+// owns M / 4 rows, their softmax and their output.
+// Shared memory: Q [M]; two buffers of (K, V) of a tile; the block ids of the next tiles. One barrier a tile.
+// Template: T, the element type; HEAD_DIM.
+// Invariants: keys outside key_begin .. seq_len - 1 are never read: their shared memory is zeroed (0 * NaN
+// would be NaN). Only tiles that some row does not see whole are masked.
+#include "attention/dispatch.h"
+#include "attention/kernel_params.cuh"
+#include "attention/launchers.cuh"
+#include "attention/mma_primitives.cuh"
+#include "attention/partial_results.cuh"
+
+namespace pagedinfer::attention {
+
+namespace {
+
+constexpr unsigned kWarpMask = ~0u;
+constexpr int kWarps = 4, kThreads = kWarps * 32;
+constexpr int kMinBlockSize = 8;
+
+template <int HEAD_DIM>
+struct PrefillTraits {
+  static constexpr int kRows = HEAD_DIM > 128 ? 64 : 128;  // prefill_tile_rows(HEAD_DIM)
+  static constexpr int kWarpRows = kRows / kWarps;
+  static constexpr int kRowTiles = kWarpRows / 16;  // m16 tiles of a warp
+  static constexpr int kKeys = HEAD_DIM > 128 ? 32 : 64;
+  static constexpr int kMaxIds = kKeys / kMinBlockSize;  // blocks that a tile of keys may lie in
+  using Rows = TileRows<HEAD_DIM>;
+  static constexpr int kQueryBytes = kRows * Rows::kRowBytes;
+  static constexpr int kKeyBytes = kKeys * Rows::kRowBytes;
+  static constexpr int kSharedBytes = kQueryBytes + 2 * 2 * kKeyBytes;
+};
+
+// The rows of one block and the keys that they see.
+struct TileWork {
+  PrefillTile tile;
+  int kv_head, rows;                  // rows: of the tile that exist
+  int first_position, last_position;  // of the rows' query tokens
+  int key_begin;                      // keys key_begin .. last_position are seen by some row
+  int first_tile, num_tiles;          // of keys
+
+  __device__ TileWork(const KernelParams& p, const PrefillTile& tile, int tile_rows, int tile_keys)
+      : tile(tile), kv_head(blockIdx.x % p.op.num_kv_heads) {
+    rows = smaller(tile_rows, tile.query_len * p.group - tile.first_row);
+    const int before = tile.seq_len - tile.query_len;
+    first_position = before + tile.first_row / p.group;
+    last_position = before + (tile.first_row + rows - 1) / p.group;
+    key_begin = p.window > 0 ? larger(0, first_position - p.window + 1) : 0;
+    first_tile = key_begin / tile_keys;
+    num_tiles = larger(0, ceil_div(last_position + 1, tile_keys) - first_tile);
+  }
+};
+
+template <typename T, int HEAD_DIM>
+__device__ __forceinline__ void load_queries(const KernelParams& p, const TileWork& work,
+                                             uint32_t shared) {
+  using Traits = PrefillTraits<HEAD_DIM>;
+  using Rows = TileRows<HEAD_DIM>;
+  for (int i = threadIdx.x; i < Traits::kRows * Rows::kChunks; i += kThreads) {
+    const int row = i / Rows::kChunks, chunk = i % Rows::kChunks;
+    const bool valid = row < work.rows;
+    const T* from = static_cast<const T*>(p.op.query) +
+                    row_offset(p, work.tile.query_start, work.kv_head,
+                               work.tile.first_row + (valid ? row : 0), p.op.query_stride_token,
+                               p.op.query_stride_head) +
+                    chunk * 8;
+    copy_async(shared + Rows::offset(row, chunk), from, valid);
+  }
+}
+
+// Starts the copies of K and V of one tile of keys; `ids`: the blocks it lies in.
+template <typename T, int HEAD_DIM>
+__device__ __forceinline__ void load_keys(const KernelParams& p, const TileWork& work, int tile,
+                                          const int* ids, uint32_t shared) {
+  using Traits = PrefillTraits<HEAD_DIM>;
+  using Rows = TileRows<HEAD_DIM>;
+  using Walk = ChunkWalk<kThreads, Rows::kChunks>;
+  const HeadPages<T, HEAD_DIM> pages(p, work.kv_head);
+  const int offset_mask = (1 << p.block_shift) - 1;
+  const int first = tile * Traits::kKeys;
+  const unsigned seen_keys = work.tile.seq_len - work.key_begin;
+  static_assert(Traits::kKeys * Rows::kChunks % kThreads == 0);
+#pragma unroll
+  for (int j = 0; j < Traits::kKeys * Rows::kChunks / kThreads; ++j) {
+    const int row = Walk::row(threadIdx.x, j), chunk = Walk::chunk(threadIdx.x, j);
+    const bool valid = static_cast<unsigned>(first + row - work.key_begin) < seen_keys;
+    const char* from = pages.page(p, ids[row >> p.block_shift]) +
+                       ((first + row) & offset_mask) * (HEAD_DIM * 2) + chunk * 16;
+    const uint32_t to = shared + Rows::offset(row, chunk);
+    copy_async(to, from, valid);
+    copy_async(to + Traits::kKeyBytes, from + pages.value_bytes, valid);
+  }
+}
+
+template <typename T, int HEAD_DIM>
+__global__ __launch_bounds__(kThreads, 2) void prefill_mma_kernel(const __grid_constant__
+                                                                      KernelParams p) {
+  using Traits = PrefillTraits<HEAD_DIM>;
+  using Rows = TileRows<HEAD_DIM>;
+  constexpr int kRowTiles = Traits::kRowTiles;
+  constexpr int kKeys = Traits::kKeys;
+  constexpr int kKeyTiles = kKeys / 8;  // n8 tiles of S
+  extern __shared__ __align__(128) char shared[];
+  __shared__ int ids[2][Traits::kMaxIds];
+
+  const PlanView plan(p);
+  const int tile_index = blockIdx.x / p.op.num_kv_heads;
+  if (tile_index >= plan.header->num_prefill_tiles) return;
+  const TileWork work(p, plan.prefill_tiles[tile_index], Traits::kRows, kKeys);
+
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const uint32_t queries = shared_address(shared);
+  const uint32_t keys = queries + Traits::kQueryBytes;
+  const int32_t* table = p.op.block_table + work.tile.seq * p.op.block_table_stride;
+  // Block `threadIdx.x` of the n-th tile from the end. Tokens outside the sequence take the id of one
+  // inside: it is not used, and no other may be read.
+  auto fetch_id = [&](int n) {
+    int token = ((work.first_tile + work.num_tiles - 1 - n) * kKeys) +
+                (static_cast<int>(threadIdx.x) << p.block_shift);
+    token = larger(work.key_begin, smaller(token, work.tile.seq_len - 1));
+    return table[token >> p.block_shift];
+  };
+  const bool fetches = static_cast<int>(threadIdx.x) < larger(1, kKeys >> p.block_shift);
+
+  load_queries<T, HEAD_DIM>(p, work, queries);
+  int next_id = 0;
+  if (work.num_tiles > 0) {
+    if (fetches) ids[0][threadIdx.x] = fetch_id(0);
+    if (fetches && work.num_tiles > 1) next_id = fetch_id(1);
+    __syncthreads();
+    load_keys<T, HEAD_DIM>(p, work, work.first_tile + work.num_tiles - 1, ids[0], keys);
+  }
+  commit_copies();
+
+  float sums[kRowTiles][HEAD_DIM / 8][4] = {};
+  float maximum[kRowTiles][2], sum[kRowTiles][2] = {};
+#pragma unroll
+  for (int r = 0; r < kRowTiles; ++r) maximum[r][0] = maximum[r][1] = -INFINITY;
+
+  for (int n = 0; n < work.num_tiles; ++n) {
+    const int key_tile = work.first_tile + work.num_tiles - 1 - n;
+    const int next = n + 1;
+    if (fetches && next < work.num_tiles) ids[next & 1][threadIdx.x] = next_id;
+    wait_copies<0>();
+    __syncthreads();  // tile n and the ids of tile n + 1 are there, and everybody is done with n - 1
+    if (next < work.num_tiles) {
+      load_keys<T, HEAD_DIM>(p, work, key_tile - 1, ids[next & 1],
+                             keys + (next & 1) * 2 * Traits::kKeyBytes);
+      commit_copies();
+      if (fetches && next + 1 < work.num_tiles) next_id = fetch_id(next + 1);
+    }
+    const uint32_t k_tile = keys + (n & 1) * 2 * Traits::kKeyBytes;
+    const uint32_t v_tile = k_tile + Traits::kKeyBytes;
+
+    // S = Q K^T
+    float scores[kRowTiles][kKeyTiles][4] = {};
+#pragma unroll
+    for (int slice = 0; slice < HEAD_DIM / 16; ++slice) {
+      uint32_t q[kRowTiles][4];
+#pragma unroll
+      for (int r = 0; r < kRowTiles; ++r) {
+        load_matrices(q[r], queries + Rows::offset(warp * Traits::kWarpRows + r * 16 + lane % 16,
+                                                   slice * 2 + lane / 16));
+      }
+#pragma unroll
+      for (int pair = 0; pair < kKeyTiles / 2; ++pair) {
+        uint32_t k[4];
+        load_matrices(k, k_tile + Rows::offset(pair * 16 + lane / 16 * 8 + lane % 8,
+                                               slice * 2 + (lane / 8 & 1)));
+#pragma unroll
+        for (int r = 0; r < kRowTiles; ++r) {
+          multiply_add<T>(scores[r][pair * 2], q[r], k[0], k[1]);
+          multiply_add<T>(scores[r][pair * 2 + 1], q[r], k[2], k[3]);
+        }
+      }
+    }
+
+    if (p.score.capped || p.score.negated) {
+#pragma unroll
+      for (int r = 0; r < kRowTiles; ++r) {
+#pragma unroll
+        for (int i = 0; i < kKeyTiles * 4; ++i) {
+          scores[r][i / 4][i % 4] = transformed_score(scores[r][i / 4][i % 4], p.score);
+        }
+      }
+    }
+    const int first_key = key_tile * kKeys;
+    if (first_key + kKeys - 1 > work.first_position ||
+        (p.window > 0 && first_key <= work.last_position - p.window)) {
+#pragma unroll
+      for (int r = 0; r < kRowTiles; ++r) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const int row = warp * Traits::kWarpRows + r * 16 + half * 8 + lane / 4;
+          const int last =
+              work.tile.seq_len - work.tile.query_len + (work.tile.first_row + row) / p.group;
+#pragma unroll
+          for (int c = 0; c < kKeyTiles; ++c) {
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+              const int key = first_key + c * 8 + lane % 4 * 2 + i;
+              const bool seen = key <= last && (p.window == 0 || key > last - p.window);
+              if (!seen) scores[r][c][half * 2 + i] = -INFINITY;
+            }
+          }
+        }
+      }
+    }
+
+    // Online softmax
+    float rescale[kRowTiles][2];
+    bool rescales = false;
+#pragma unroll
+    for (int r = 0; r < kRowTiles; ++r) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        float m = -INFINITY;
+#pragma unroll
+        for (int c = 0; c < kKeyTiles; ++c) {
+          m = fmaxf(m, fmaxf(scores[r][c][half * 2], scores[r][c][half * 2 + 1]));
+        }
+        m = fmaxf(m, __shfl_xor_sync(kWarpMask, m, 1));
+        m = fmaxf(m, __shfl_xor_sync(kWarpMask, m, 2));
+        m = fmaxf(maximum[r][half], m * p.score.factor);
+        const float reference = m == -INFINITY ? 0.0f : m;
+        rescale[r][half] = exp2_fast(maximum[r][half] - reference);
+        rescales |= rescale[r][half] != 1.0f;
+        maximum[r][half] = m;
+        float tile_sum = 0.0f;
+#pragma unroll
+        for (int c = 0; c < kKeyTiles; ++c) {
+#pragma unroll
+          for (int i = 0; i < 2; ++i) {
+            float& s = scores[r][c][half * 2 + i];
+            s = exp2_fast(fmaf(s, p.score.factor, -reference));
+            tile_sum += s;
+          }
+        }
+        sum[r][half] = sum[r][half] * rescale[r][half] + tile_sum;
+      }
+    }
+    // The maxima settle after a few tiles; from then on this is skipped.
+    if (__any_sync(kWarpMask, rescales)) {
+#pragma unroll
+      for (int r = 0; r < kRowTiles; ++r) {
+#pragma unroll
+        for (int d = 0; d < HEAD_DIM / 8; ++d) {
+#pragma unroll
+          for (int i = 0; i < 4; ++i) sums[r][d][i] *= rescale[r][i / 2];
+        }
+      }
+    }
+
+    // O += P V
+#pragma unroll
+    for (int c = 0; c < kKeys / 16; ++c) {
+      uint32_t weights[kRowTiles][4];
+#pragma unroll
+      for (int r = 0; r < kRowTiles; ++r) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const float* s = &scores[r][c * 2 + i / 2][i % 2 * 2];
+          weights[r][i] = pack<T>(s[0], s[1]);
+        }
+      }
+#pragma unroll
+      for (int slice = 0; slice < HEAD_DIM / 16; ++slice) {
+        uint32_t v[4];
+        load_matrices_transposed(
+            v, v_tile + Rows::offset(c * 16 + lane % 16, slice * 2 + lane / 16));
+#pragma unroll
+        for (int r = 0; r < kRowTiles; ++r) {
+          multiply_add<T>(sums[r][slice * 2], weights[r], v[0], v[1]);
+          multiply_add<T>(sums[r][slice * 2 + 1], weights[r], v[2], v[3]);
+        }
+      }
+    }
+  }
+
+  // Out, through the warp's own rows of Q's place, so that whole rows are written 16 bytes at a time.
+  // (Without a tile of keys the copies of Q may still be under way.)
+  wait_copies<0>();
+  __syncthreads();
+#pragma unroll
+  for (int r = 0; r < kRowTiles; ++r) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      float l = sum[r][half];
+      l += __shfl_xor_sync(kWarpMask, l, 1);
+      l += __shfl_xor_sync(kWarpMask, l, 2);
+      const float inverse = l == 0.0f ? 0.0f : 1.0f / l;
+      const int row = warp * Traits::kWarpRows + r * 16 + half * 8 + lane / 4;
+#pragma unroll
+      for (int d = 0; d < HEAD_DIM / 8; ++d) {
+        *reinterpret_cast<uint32_t*>(shared + Rows::offset(row, d) + lane % 4 * 4) =
+            pack<T>(sums[r][d][half * 2] * inverse, sums[r][d][half * 2 + 1] * inverse);
+      }
+    }
+  }
+  __syncwarp();
+  for (int i = lane; i < Traits::kWarpRows * Rows::kChunks; i += 32) {
+    const int row = warp * Traits::kWarpRows + i / Rows::kChunks, chunk = i % Rows::kChunks;
+    if (row >= work.rows) break;
+    T* to = output_row<T, HEAD_DIM>(p, work.tile.query_start, work.kv_head, work.tile.first_row + row);
+    *reinterpret_cast<uint4*>(to + chunk * 8) =
+        *reinterpret_cast<const uint4*>(shared + Rows::offset(row, chunk));
+  }
+}
+
+template <typename T, int HEAD_DIM>
+cudaError_t launch(const KernelParams& p, cudaStream_t stream) {
+  using Traits = PrefillTraits<HEAD_DIM>;
+  const auto kernel = prefill_mma_kernel<T, HEAD_DIM>;
+  const cudaError_t status = cudaFuncSetAttribute(
+      kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Traits::kSharedBytes);
+  if (status != cudaSuccess) return status;
+  const int64_t tiles = max_prefill_tiles(p.op.num_seqs, p.op.num_tokens, p.op.max_query_len,
+                                          p.group, HEAD_DIM);
+  const auto blocks = static_cast<unsigned>(tiles * p.op.num_kv_heads);
+  kernel<<<blocks, kThreads, Traits::kSharedBytes, stream>>>(p);
+  return cudaGetLastError();
+}
+
+}  // namespace
+
+cudaError_t launch_prefill_mma(const KernelParams& p, cudaStream_t stream) {
+  return dispatch_half_type(p.op.dtype, [&](auto type) {
+    return dispatch_head_dim(p.op.head_dim, [&](auto head_dim) {
+      return launch<typename decltype(type)::Type, head_dim.value>(p, stream);
+    });
+  });
+}
+
+}  // namespace pagedinfer::attention

@@ -1,0 +1,245 @@
+// How the GPU's attention work is counted, cut and found again: plain arithmetic, the same on the host
+// and on the device, without CUDA headers, so that a host program can test it.
+//
+// Rows. The query rows of one sequence that read one KV head are packed: packed row r of KV head h is
+// query token r / group and query head h * group + r % group, with group = num_heads / num_kv_heads.
+//
+// Decode. A sequence with one query token, or with at most kDecodeRows packed rows, is decode work: it
+// is cut along its keys. A *unit* is one (sequence, KV head, slice of kDecodeRows packed rows); it has
+// as many *tiles* of kTileTokens keys as its sequence. The tiles of all units, sequence by sequence
+// and head by head, form one list, which is cut into `num_blocks` contiguous ranges of equal length.
+// A unit that lies in several ranges is computed in parts, which the last block to finish merges.
+//
+// In deterministic mode ranges are cut at *chunks* only: chunk_tiles tiles, a number that depends on
+// the sequence's length alone. A chunk belongs to the range that its first tile falls into, starts
+// from an empty state, and chunks are always folded one after another from the left, so that where a
+// range ends does not show in the result.
+//
+// Prefill. Every other sequence is cut into tiles of prefill_tile_rows packed rows, each of which
+// walks its keys alone.
+#pragma once
+
+#include <cstdint>
+
+#ifdef __CUDACC__
+#define PAGEDINFER_HOST_DEVICE __host__ __device__ __forceinline__
+#else
+#define PAGEDINFER_HOST_DEVICE inline
+#endif
+
+namespace pagedinfer::attention {
+
+constexpr int kTileTokens = 64;  // keys in a tile
+constexpr int kDecodeRows = 16;  // packed rows of a unit: one m16 tile of the tensor cores
+
+// Deterministic mode: at most so many chunks a sequence, none shorter than this.
+constexpr int kMaxChunks = 16;
+constexpr int kMinChunkTiles = 4;
+
+// Places for partial results that a block has (see PartSlots).
+constexpr int kSlotsPerBlock = kMaxChunks + 1;
+
+// Blocks of the decode grid for each multiprocessor. Two, with three stages of 32 KB each, is what
+// brings the bare loads of a paged cache closest to the memory's rate on an H200 (4.34 of 4.39 TB/s);
+// one block with six stages reached 4.1.
+constexpr int kDecodeBlocksPerSM = 2;
+
+// Packed rows of a prefill tile. A head_dim of 256 has half: the accumulators would not fit.
+PAGEDINFER_HOST_DEVICE int prefill_tile_rows(int head_dim) { return head_dim > 128 ? 64 : 128; }
+
+PAGEDINFER_HOST_DEVICE int ceil_div(int a, int b) { return (a + b - 1) / b; }
+PAGEDINFER_HOST_DEVICE int smaller(int a, int b) { return a < b ? a : b; }
+PAGEDINFER_HOST_DEVICE int larger(int a, int b) { return a > b ? a : b; }
+
+PAGEDINFER_HOST_DEVICE bool is_decode(int query_len, int group) {
+  return query_len == 1 || query_len * group <= kDecodeRows;
+}
+
+// Slices of kDecodeRows packed rows that a decode sequence has for each KV head: more than one only
+// for a single query token whose group is larger than a slice.
+PAGEDINFER_HOST_DEVICE int row_slices(int group) { return ceil_div(group, kDecodeRows); }
+
+// The keys that any of a sequence's queries can see are first_key <= key < seq_len.
+PAGEDINFER_HOST_DEVICE int first_key(int seq_len, int query_len, int sliding_window) {
+  return sliding_window > 0 ? larger(0, seq_len - query_len - sliding_window + 1) : 0;
+}
+
+// A window as the kernels hold it: wider than any sequence is as good as none.
+inline int window_of(int64_t sliding_window) {
+  return sliding_window < (1 << 30) ? static_cast<int>(sliding_window) : 0;
+}
+
+PAGEDINFER_HOST_DEVICE int chunk_tiles(int num_tiles, bool deterministic) {
+  return deterministic ? larger(kMinChunkTiles, ceil_div(num_tiles, kMaxChunks)) : 1;
+}
+
+// The list of `total` tiles, cut into `blocks` contiguous ranges whose lengths differ by one at most;
+// the longer ones come first, so that with fewer tiles than blocks the first blocks, which lie on
+// different multiprocessors, have one each.
+struct Partition {
+  int base, extra;
+
+  PAGEDINFER_HOST_DEVICE Partition(int total, int blocks)
+      : base(total / blocks), extra(total % blocks) {}
+
+  PAGEDINFER_HOST_DEVICE int start(int block) const { return block * base + smaller(block, extra); }
+
+  PAGEDINFER_HOST_DEVICE int block_of(int tile) const {
+    const int longer = extra * (base + 1);
+    return tile < longer ? tile / (base + 1) : extra + (tile - longer) / base;
+  }
+};
+
+// A unit's place in the list, and how it is cut.
+struct Unit {
+  int begin;      // its first tile in the list
+  int num_tiles;  // > 0
+  int chunk;      // chunk_tiles(num_tiles, deterministic)
+
+  PAGEDINFER_HOST_DEVICE int num_chunks() const { return ceil_div(num_tiles, chunk); }
+
+  // The first chunk that begins at or after `tile` of the list; num_chunks() if none does.
+  PAGEDINFER_HOST_DEVICE int chunk_at(int tile) const {
+    return tile <= begin ? 0 : smaller(ceil_div(tile - begin, chunk), num_chunks());
+  }
+
+  // Where a cut of the list at `tile` of this unit is made: the next chunk's begin.
+  PAGEDINFER_HOST_DEVICE int cut(int tile) const {
+    return begin + smaller(chunk_at(tile) * chunk, num_tiles);
+  }
+};
+
+// The parts of a unit, in the order in which they are merged, and where each part's result lies.
+//
+// Of a unit that begins in its range, a block has one part, the fold of all its chunks there
+// ("prefix"). Of a unit that began in an earlier range, it has one part for each chunk; without
+// deterministic mode all its tiles are one part.
+//
+// Slots of block b: b * kSlotsPerBlock + ...
+//   0 .. kMaxChunks - 2       parts of the unit that began in an earlier range
+//   kMaxChunks - 1, + 1       the prefix, alternating: chunk k is folded from the one into the other
+struct PartSlots {
+  Partition partition;
+  Unit unit;
+  bool deterministic;
+  int first_block;    // owns the prefix
+  int prefix_chunks;  // chunks in it; deterministic mode only
+
+  PAGEDINFER_HOST_DEVICE PartSlots(const Partition& partition, const Unit& unit, bool deterministic)
+      : partition(partition),
+        unit(unit),
+        deterministic(deterministic),
+        first_block(partition.block_of(unit.begin)),
+        prefix_chunks(deterministic ? unit.chunk_at(partition.start(first_block + 1)) : 1) {}
+
+  PAGEDINFER_HOST_DEVICE int num_parts() const {
+    if (deterministic) return 1 + unit.num_chunks() - prefix_chunks;
+    return partition.block_of(unit.begin + unit.num_tiles - 1) - first_block + 1;
+  }
+
+  // The slot of a block's prefix once it holds the chunks up to and including `chunk`.
+  PAGEDINFER_HOST_DEVICE int prefix_slot(int block, int chunk) const {
+    return block * kSlotsPerBlock + kMaxChunks - 1 + (deterministic ? chunk & 1 : 0);
+  }
+
+  // The slot of a later part: of `chunk` in deterministic mode, of the block's tiles otherwise.
+  PAGEDINFER_HOST_DEVICE int later_slot(int block, int chunk) const {
+    return block * kSlotsPerBlock +
+           (deterministic ? chunk - unit.chunk_at(partition.start(block)) : 0);
+  }
+
+  PAGEDINFER_HOST_DEVICE int slot(int part) const {
+    if (part == 0) return prefix_slot(first_block, prefix_chunks - 1);
+    if (!deterministic) return later_slot(first_block + part, 0);
+    const int chunk = prefix_chunks + part - 1;
+    return later_slot(partition.block_of(unit.begin + chunk * unit.chunk), chunk);
+  }
+};
+
+// ---- the plan's buffer: int32s, in this order, every record on a multiple of 16 bytes ----
+
+struct alignas(16) PlanHeader {
+  int total_tiles;        // of the decode list
+  int num_decode_seqs;    // SequenceRecords
+  int num_zero_runs;      // ZeroRuns
+  int num_prefill_tiles;  // PrefillTiles
+  int first_padded_row;   // rows from here on belong to no sequence
+  int deterministic;
+  int unused[2];
+};
+
+// A decode sequence.
+struct alignas(16) SequenceRecord {
+  int seq;
+  int query_start, query_len;
+  int seq_len;
+  int first_key;
+  int first_tile;  // first_key / kTileTokens
+  int num_tiles;   // from first_tile on, > 0
+  int list_begin;  // the first tile of its first unit in the list
+};
+
+// What one block of the decode grid does: `num_tiles` tiles from `tile` of `unit` of `sequence` on.
+struct alignas(16) BlockRecord {
+  int num_tiles;
+  int index;  // of the SequenceRecord
+  int unit;   // KV head * row_slices + slice
+  int tile;   // within the unit
+  SequenceRecord sequence;
+};
+
+// Rows of a sequence of length 0.
+struct alignas(8) ZeroRun {
+  int first_row, num_rows;
+};
+
+// Rows first_row .. first_row + prefill_tile_rows - 1 of a sequence, for every KV head.
+struct alignas(16) PrefillTile {
+  int seq;
+  int query_start, query_len;
+  int seq_len;
+  int first_row;
+  int unused[3];
+};
+
+constexpr int kInts = sizeof(int32_t);
+
+// Offsets, in int32s, of the plan's arrays. They depend on the grid and num_seqs alone: a buffer may
+// have been made for more tokens than the batch has.
+struct PlanLayout {
+  int64_t blocks, counters, sequences, prefill_begin, zero_runs, prefill_tiles;
+
+  PAGEDINFER_HOST_DEVICE PlanLayout(int grid, int64_t num_seqs) {
+    blocks = sizeof(PlanHeader) / kInts;
+    counters = blocks + grid * static_cast<int64_t>(sizeof(BlockRecord) / kInts);
+    sequences = counters + (grid + 3) / 4 * 4;
+    prefill_begin = sequences + num_seqs * static_cast<int64_t>(sizeof(SequenceRecord) / kInts);
+    zero_runs = prefill_begin + (num_seqs + 4) / 4 * 4;
+    prefill_tiles = zero_runs + (num_seqs * static_cast<int64_t>(sizeof(ZeroRun) / kInts) + 3) / 4 * 4;
+  }
+};
+
+// Whether a batch of such queries can hold prefill work. Known on the host.
+PAGEDINFER_HOST_DEVICE bool may_prefill(int64_t max_query_len, int64_t group) {
+  return max_query_len > 1 && max_query_len * group > kDecodeRows;
+}
+
+// No batch of this shape has more prefill tiles (each one counts once for all KV heads).
+inline int64_t max_prefill_tiles(int64_t num_seqs, int64_t num_tokens, int64_t max_query_len,
+                                 int64_t group, int64_t head_dim) {
+  if (!may_prefill(max_query_len, group)) return 0;
+  const int64_t tile_rows = prefill_tile_rows(static_cast<int>(head_dim));
+  const int64_t rows = num_tokens * group;
+  const int64_t by_seqs = num_seqs * ((max_query_len * group + tile_rows - 1) / tile_rows);
+  const int64_t prefills = rows / (kDecodeRows + 1);
+  const int64_t by_rows = rows / tile_rows + (num_seqs < prefills ? num_seqs : prefills);
+  return by_seqs < by_rows ? by_seqs : by_rows;
+}
+
+// Rows that a partial result has room for.
+inline int64_t partial_rows(int64_t max_query_len, int64_t group) {
+  const int64_t rows = (max_query_len > 1 ? max_query_len : 1) * group;
+  return rows < kDecodeRows ? rows : kDecodeRows;
+}
+
+}  // namespace pagedinfer::attention
