@@ -34,13 +34,18 @@ constexpr int64_t kListCapacity = 2048;
 // many.
 constexpr int64_t kLongestListedTopK = 1024;
 constexpr int64_t kListedForTopP = 256;
+constexpr int kPart = 16;  // columns that are looked at one by one if one of them is wanted
+
+// How many tokens fell into a bin, and their weight.
+struct Bin {
+  uint64_t weight, count;
+};
 
 // What a thread needs for one row.
 struct Scratch {
   float largest_of_group[kMaxGroups];
   uint64_t weight_of_group[kMaxGroups];
-  uint64_t bin_weight[kNumBins];
-  uint32_t bin_count[kNumBins];
+  Bin bins[kNumBins];
   uint64_t list[kListCapacity];
 };
 
@@ -126,15 +131,32 @@ class RowSampler {
 
   // exp(z) of a group's tokens; 0 for those after the boundary and those below min_p.
   void kept_exponentials(const float* x, int64_t group, uint64_t boundary, float min_p,
-                         float* e) const {
+                         float* __restrict e) const {
+    exponentials(x, row_.inverse_temperature, e);
+    // Ids that tie with the boundary's logit stay up to the boundary's.
     const float last = logit_of_code(boundary);
-    // Ids that tie with the boundary's logit stay up to the boundary's; i - 64 < 0 keeps none.
     const int64_t tied = static_cast<int64_t>(id_of_code(boundary)) - group * kGroup;
     const int last_tied = tied < -1 ? -1 : tied < kGroup ? static_cast<int>(tied) : kGroup;
     for (int i = 0; i < kGroup; ++i) {
-      const float value = exponential(scaled(x[i]));
-      const bool kept = (x[i] > last) | ((x[i] == last) & (i <= last_tied));
-      e[i] = kept & (value >= min_p) ? value : 0.0f;
+      const float if_tied = i <= last_tied ? e[i] : 0.0f;
+      const float before = x[i] == last ? if_tied : e[i];
+      const float kept = x[i] >= last ? before : 0.0f;
+      e[i] = kept >= min_p ? kept : 0.0f;
+    }
+  }
+
+  // Members are read once, before the loop: the compiler cannot know that e does not overlap them.
+  void exponentials(const float* x, float inverse_temperature, float* __restrict e) const {
+    const float largest = largest_;
+    for (int i = 0; i < kGroup; ++i) {
+      e[i] = exponential(scaled_logit(x[i], largest, inverse_temperature));
+    }
+  }
+
+  void bins_of(const float* x, int* __restrict bins) const {
+    const float largest = largest_, inverse_temperature = row_.inverse_temperature;
+    for (int i = 0; i < kGroup; ++i) {
+      bins[i] = bin_of(scaled_logit(x[i], largest, inverse_temperature));
     }
   }
 
@@ -178,12 +200,25 @@ class RowSampler {
       const float z = scaled_logit(scratch_.largest_of_group[group], largest_, inverse_temperature);
       if (bin_of(z) == kLastBin) continue;
       const float* x = read(group, buffer);
-      for (int i = 0; i < kGroup; ++i) {
-        e[i] = exponential(scaled_logit(x[i], largest_, inverse_temperature));
-      }
+      exponentials(x, inverse_temperature, e);
       total += sum_of_weights(e);
     }
     return total;
+  }
+
+  // Calls visit(column in the group) for the tokens whose bin is in [first, last].
+  template <typename Visit>
+  void for_tokens_in_bins(const float* x, int first, int last, const Visit& visit) const {
+    int bins[kGroup];
+    bins_of(x, bins);
+    for (int part = 0; part < kGroup; part += kPart) {
+      int any = 0;
+      for (int i = part; i < part + kPart; ++i) any |= (bins[i] >= first) & (bins[i] <= last);
+      if (!any) continue;
+      for (int i = part; i < part + kPart; ++i) {
+        if (bins[i] >= first && bins[i] <= last) visit(i);
+      }
+    }
   }
 
   // Lists, sorted, all tokens of the bins up to `bin`. False if there is no room.
@@ -192,12 +227,11 @@ class RowSampler {
     list_size_ = 0;
     for (int64_t group = 0; group < num_groups_; ++group) {
       if (!reaches(group, bin)) continue;
+      if (list_size_ > kListCapacity - kGroup) return false;
       const float* x = read(group, buffer);
-      for (int i = 0; i < kGroup; ++i) {
-        if (bin_of(scaled(x[i])) <= bin && !add_to_list(order_code(x[i], group * kGroup + i))) {
-          return false;
-        }
-      }
+      for_tokens_in_bins(x, 0, bin, [&](int i) {
+        scratch_.list[list_size_++] = order_code(x[i], group * kGroup + i);
+      });
     }
     sort_list();
     return true;
@@ -210,10 +244,11 @@ class RowSampler {
     for (int64_t group = 0; group < num_groups_; ++group) {
       if (!reaches(group, window.bin)) continue;
       const float* x = read(group, buffer);
-      for (int i = 0; i < kGroup; ++i) {
+      for_tokens_in_bins(x, window.bin, window.bin, [&](int i) {
         const uint64_t code = order_code(x[i], group * kGroup + i);
-        if (is_inside(window, bin_of(scaled(x[i])), code) && code <= limit) add_to_list(code);
-      }
+        if (is_inside(window, window.bin, code) && code <= limit)
+          scratch_.list[list_size_++] = code;
+      });
     }
     sort_list();
   }
@@ -225,14 +260,19 @@ class RowSampler {
     for (int64_t group = 0; group < num_groups_; ++group) {
       if (!reaches(group, kLastBin - 1)) continue;
       const float* x = read(group, buffer);
+      int bins[kGroup];
+      uint64_t weights[kGroup];
       kept_exponentials(x, group, limit, 0.0f, e);
+      // Those past the limit have an exponential of 0 and join those in the last bin.
+      bins_of(x, bins);
+      for (int i = 0; i < kGroup; ++i) bins[i] = e[i] > 0.0f ? bins[i] : kLastBin;
+      for (int i = 0; i < kGroup; ++i) weights[i] = weight_of(e[i]);
       for (int i = 0; i < kGroup; ++i) {
-        const int bin = bin_of(scaled(x[i]));
-        if (bin == kLastBin || order_code(x[i], group * kGroup + i) > limit) continue;
-        scratch_.bin_count[bin] += 1;
-        scratch_.bin_weight[bin] += weight_of(e[i]);
+        scratch_.bins[bins[i]].weight += weights[i];
+        scratch_.bins[bins[i]].count += 1;
       }
     }
+    scratch_.bins[kLastBin] = {0, 0};
   }
 
   // Counts and weighs the window's tokens up to the limit by their next digit.
@@ -242,24 +282,17 @@ class RowSampler {
     for (int64_t group = 0; group < num_groups_; ++group) {
       if (!reaches(group, window.bin)) continue;
       const float* x = read(group, buffer);
-      for (int i = 0; i < kGroup; ++i) {
-        const float z = scaled(x[i]);
+      for_tokens_in_bins(x, window.bin, window.bin, [&](int i) {
         const uint64_t code = order_code(x[i], group * kGroup + i);
-        if (!is_inside(window, bin_of(z), code) || code > limit) continue;
-        const int digit = next_digit(window, code);
-        scratch_.bin_count[digit] += 1;
-        scratch_.bin_weight[digit] += weight_of(exponential(z));
-      }
+        if (!is_inside(window, window.bin, code) || code > limit) return;
+        Bin& bin = scratch_.bins[next_digit(window, code)];
+        bin.weight += weight_of(exponential(scaled(x[i])));
+        bin.count += 1;
+      });
     }
   }
 
   // ---- the list and the bins ----
-
-  bool add_to_list(uint64_t code) {
-    if (list_size_ == kListCapacity) return false;
-    scratch_.list[list_size_++] = code;
-    return true;
-  }
 
   void sort_list() {
     int64_t padded = 1;
@@ -288,15 +321,15 @@ class RowSampler {
   }
 
   void clear_bins() {
-    for (int i = 0; i < kNumBins; ++i) scratch_.bin_count[i] = 0;
-    for (int i = 0; i < kNumBins; ++i) scratch_.bin_weight[i] = 0;
+    for (Bin& bin : scratch_.bins) bin = {0, 0};
   }
 
   // The bin in which the need is met; what the bins before it hold is taken off the need. kLastBin
   // if all of them together do not meet it.
   int cut_bins(Need* need) const {
     for (int bin = 0; bin < kNumBins; ++bin) {
-      const uint64_t amount = need->by_weight ? scratch_.bin_weight[bin] : scratch_.bin_count[bin];
+      const Bin& held = scratch_.bins[bin];
+      const uint64_t amount = need->by_weight ? held.weight : held.count;
       if (amount >= need->amount) return bin;
       need->amount -= amount;
     }
@@ -308,7 +341,7 @@ class RowSampler {
   int bin_holding(int64_t count) {
     clear_bins();
     for (int64_t group = 0; group < num_groups_; ++group) {
-      scratch_.bin_count[bin_of(scaled(scratch_.largest_of_group[group]))] += 1;
+      scratch_.bins[bin_of(scaled(scratch_.largest_of_group[group]))].count += 1;
     }
     Need need{false, static_cast<uint64_t>(count)};
     const int bin = cut_bins(&need);
@@ -322,10 +355,13 @@ class RowSampler {
     const bool has_top_k = row_.top_k < vocab_size_;
     if (!has_top_k && !row_.has_top_p) return kLastCode;
 
-    // Among the tokens at the top.
+    // Among the tokens at the top. With fewer groups than wanted tokens, there is no telling how
+    // far down those reach.
     uint64_t total = has_top_k ? 0 : total_weight(row_.inverse_temperature);
-    if (!has_top_k || row_.top_k <= kLongestListedTopK) {
-      if (list_top(bin_holding(has_top_k ? row_.top_k : kListedForTopP))) {
+    const int64_t wanted = has_top_k ? row_.top_k : kListedForTopP;
+    const bool few = vocab_size_ <= kListCapacity;
+    if (few || (wanted <= kLongestListedTopK && wanted <= num_groups_ / 2)) {
+      if (list_top(bin_holding(wanted))) {
         uint64_t boundary = kLastCode;
         if (has_top_k) {
           boundary = cut_list({false, static_cast<uint64_t>(row_.top_k)});
@@ -347,23 +383,23 @@ class RowSampler {
     if (row_.has_top_p) {
       fill_bins(boundary);
       total = 0;
-      for (int bin = 0; bin < kLastBin; ++bin) total += scratch_.bin_weight[bin];
+      for (const Bin& bin : scratch_.bins) total += bin.weight;
       boundary = search({true, top_p_target(total, row_.top_p)}, boundary);
     }
     return boundary;
   }
 
-  // The last token of the shortest part of the order that meets the need, of those up to the limit; the
-  // limit if they all do not. The bins hold the tokens up to the limit.
+  // The last token of the shortest part of the order that meets the need, of those up to the limit;
+  // the limit if they all do not. The bins hold the tokens up to the limit.
   uint64_t search(Need need, uint64_t limit) {
     const int bin = cut_bins(&need);
     if (bin == kNumBins) return limit;
     Window window = window_of_bin(bin);
-    uint32_t size = scratch_.bin_count[bin];
+    uint64_t size = scratch_.bins[bin].count;
     while (size > kListCapacity) {
       fill_digits(window, limit);
       const int digit = cut_bins(&need);
-      size = scratch_.bin_count[digit];
+      size = scratch_.bins[digit].count;
       window = narrowed(window, digit);
     }
     list_window(window, limit);
