@@ -2,6 +2,7 @@
 #include <cstring>
 
 #include "cache/block_mapping.h"
+#include "cache/copy_blocks_cuda.h"
 #include "cache/copy_order.h"
 #include "common/check.h"
 #include "common/cuda_context.h"
@@ -62,7 +63,8 @@ void copy_blocks(Tensor kv_cache, const Tensor& mapping) {
     return;
   }
 #ifdef PAGEDINFER_WITH_CUDA
-  throw std::runtime_error("copy_blocks has no CUDA kernel yet");
+  CudaContext context(kv_cache);
+  check_cuda(op, launch_copy_blocks(cache, block_bytes, plan_copies(copies), context.stream()));
 #endif
 }
 

@@ -43,7 +43,7 @@ void store_kv(const Tensor& key, const Tensor& value, Tensor kv_cache, const Ten
       .head_dim = check.size("head_dim"),
       .dtype = dtype,
   };
-  if (params.num_tokens == 0) return;
+  if (key.numel() == 0) return;
 
   if (is_cpu(key)) {
     const int64_t num_slots = params.num_blocks * params.block_size;
@@ -57,9 +57,6 @@ void store_kv(const Tensor& key, const Tensor& value, Tensor kv_cache, const Ten
   }
 #ifdef PAGEDINFER_WITH_CUDA
   CudaContext context(key);
-  check.aligned("key", key, 16);
-  check.aligned("value", value, 16);
-  check.aligned("kv_cache", kv_cache, 16);
   check_cuda("store_kv", launch_store_kv(params, context.stream()));
 #endif
 }

@@ -1,50 +1,73 @@
 // store_kv on the GPU: see store_kv.h for the maths and the tensors.
 //
-// Grid: one block of threads per token; its threads walk the token's num_kv_heads * head_dim elements
-// of K, then those of V, 16 bytes at a time, so that both sides are read and written in whole rows.
-// Shared memory: none. Invariant: slot -1 is padding and writes nothing.
+// Grid: one block of threads per token; its threads walk the rows of the token's K heads, then
+// those of its V heads, a vector at a time. A thread loads its first vector before it knows the
+// slot, so that the two loads wait together. Shared memory: none. Invariant: slot -1 is padding and
+// writes nothing. Template parameter: V, the widest type that all rows start and end at multiples
+// of.
 #include "cache/store_kv_cuda.h"
+#include "cache/vector_types.cuh"
+#include "common/vector_width.h"
 
 namespace pagedinfer {
 
 namespace {
 
-constexpr int64_t kVectorBytes = 16;
-constexpr int kMaxThreads = 256;
+constexpr int kMaxThreads = 512;
 
-__global__ void store_kv_kernel(const __grid_constant__ StoreKvParams p, int64_t element) {
+template <typename V>
+__global__ void __launch_bounds__(kMaxThreads)
+    store_kv_kernel(const __grid_constant__ StoreKvParams p, int element) {
   const int64_t token = blockIdx.x;
+  const int vectors_per_row = static_cast<int>(p.head_dim * element / sizeof(V));
+  const int num_heads = static_cast<int>(p.num_kv_heads);
+  const int vectors = 2 * num_heads * vectors_per_row;
+  const char* key = static_cast<const char*>(p.key) + token * p.key_stride_token * element;
+  const char* value = static_cast<const char*>(p.value) + token * p.value_stride_token * element;
+
+  // Vector i of the token: K's heads, then V's.
+  const auto load = [&](int i) {
+    const int head = i / vectors_per_row, offset = i % vectors_per_row;
+    const char* row = head < num_heads ? key + head * p.key_stride_head * element
+                                       : value + (head - num_heads) * p.value_stride_head * element;
+    return reinterpret_cast<const V*>(row)[offset];
+  };
+  int i = threadIdx.x;
+  V vector{};
+  if (i < vectors) vector = load(i);
+
   const int64_t slot = p.slot_mapping[token];
   if (slot < 0) return;
-
-  const int64_t vectors_a_row = p.head_dim * element / kVectorBytes;
-  const int64_t vectors = p.num_kv_heads * vectors_a_row;
-  const auto* key = static_cast<const char*>(p.key) + token * p.key_stride_token * element;
-  const auto* value = static_cast<const char*>(p.value) + token * p.value_stride_token * element;
-  char* block = static_cast<char*>(p.kv_cache) + slot / p.block_size * p.cache_stride_block * element;
-  const int64_t head_bytes = p.block_size * p.head_dim * element;
-  const int64_t row = slot % p.block_size * p.head_dim * element;
-
-  for (int64_t i = threadIdx.x; i < 2 * vectors; i += blockDim.x) {
-    const bool is_value = i >= vectors;
-    const int64_t j = is_value ? i - vectors : i;
-    const int64_t head = j / vectors_a_row;
-    const int64_t offset = j % vectors_a_row * kVectorBytes;
-    const char* from = is_value ? value + head * p.value_stride_head * element
-                                : key + head * p.key_stride_head * element;
-    char* to = block + (is_value ? p.num_kv_heads + head : head) * head_bytes + row;
-    *reinterpret_cast<uint4*>(to + offset) = *reinterpret_cast<const uint4*>(from + offset);
+  const int64_t block = slot / p.block_size, row_in_block = slot % p.block_size;
+  // K and V of a block lie one after the other, so head h of V is head num_kv_heads + h of the
+  // block.
+  const int64_t head_vectors = p.block_size * vectors_per_row;
+  V* cache = reinterpret_cast<V*>(static_cast<char*>(p.kv_cache) +
+                                  block * p.cache_stride_block * element) +
+             row_in_block * vectors_per_row;
+  while (i < vectors) {
+    cache[i / vectors_per_row * head_vectors + i % vectors_per_row] = vector;
+    i += blockDim.x;
+    if (i < vectors) vector = load(i);
   }
 }
 
 }  // namespace
 
-cudaError_t launch_store_kv(const StoreKvParams& params, cudaStream_t stream) {
-  const int64_t element = size_of(params.dtype);
-  const int64_t vectors = 2 * params.num_kv_heads * params.head_dim * element / kVectorBytes;
-  const int threads = vectors < kMaxThreads ? static_cast<int>((vectors + 31) / 32 * 32) : kMaxThreads;
-  store_kv_kernel<<<static_cast<unsigned>(params.num_tokens), threads, 0, stream>>>(params, element);
-  return cudaGetLastError();
+cudaError_t launch_store_kv(const StoreKvParams& p, cudaStream_t stream) {
+  const int64_t element = size_of(p.dtype);
+  const int64_t width = vector_width(
+      {address_of(p.key), address_of(p.value), address_of(p.kv_cache), p.key_stride_token * element,
+       p.key_stride_head * element, p.value_stride_token * element, p.value_stride_head * element,
+       p.cache_stride_block * element, p.head_dim * element});
+  return with_vector_type(width, [&]<typename V>() {
+    const int64_t vectors = 2 * p.num_kv_heads * p.head_dim * element / width;
+    const int64_t threads = vectors < kMaxThreads ? (vectors + 31) / 32 * 32 : kMaxThreads;
+    store_kv_kernel<V>
+        <<<static_cast<unsigned>(p.num_tokens), static_cast<unsigned>(threads), 0, stream>>>(
+            p, static_cast<int>(element));
+    return cudaGetLastError();
+  });
 }
 
 }  // namespace pagedinfer

@@ -8,7 +8,7 @@
 
 namespace pagedinfer {
 
-// Rows start at multiples of 16 bytes. Out-of-range slots are not looked for.
+// Slots out of range are not looked for.
 cudaError_t launch_store_kv(const StoreKvParams& params, cudaStream_t stream);
 
 }  // namespace pagedinfer

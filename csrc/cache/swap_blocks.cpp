@@ -3,6 +3,7 @@
 #include <vector>
 
 #include "cache/block_mapping.h"
+#include "cache/swap_blocks_cuda.h"
 #include "common/check.h"
 #include "common/cuda_context.h"
 #include "common/parallel.h"
@@ -38,6 +39,17 @@ void swap_blocks_cpu(const char* source, char* destination, int64_t block_bytes,
     }
   });
 }
+
+#ifdef PAGEDINFER_WITH_CUDA
+// Transfers from and to other CPU memory would go through a buffer of the driver's, at a fraction
+// of the rate and with the host waiting.
+void check_pinned(const char* op, const char* name, const Tensor& tensor) {
+  const int64_t bytes = tensor.numel() * static_cast<int64_t>(tensor.element_size());
+  PAGEDINFER_CHECK(!is_cpu(tensor) || is_pinned(tensor.const_data_ptr(), bytes), op, ": ", name,
+                   " is CPU memory that is not pinned; expected pinned memory beside a GPU "
+                   "(torch.empty(..., pin_memory=True) or tensor.pin_memory())");
+}
+#endif
 
 // Whether the memory of two contiguous tensors overlaps.
 bool overlap(const Tensor& a, const Tensor& b) {
@@ -91,7 +103,10 @@ void swap_blocks(const Tensor& source, Tensor destination, const Tensor& mapping
     return;
   }
 #ifdef PAGEDINFER_WITH_CUDA
-  throw std::runtime_error("swap_blocks has no CUDA path yet");
+  CudaContext context(is_cpu(source) ? destination : source);
+  check_pinned(op, "source", source);
+  check_pinned(op, "destination", destination);
+  check_cuda(op, enqueue_swap(from, to, block_bytes, runs, context.stream()));
 #endif
 }
 

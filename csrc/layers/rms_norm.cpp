@@ -2,6 +2,7 @@
 
 #include "common/check.h"
 #include "common/cuda_context.h"
+#include "layers/rms_norm_cuda.h"
 #include "layers/row_checks.h"
 #include "ops.h"
 
@@ -55,7 +56,8 @@ void rms_norm(const Tensor& input, const Tensor& weight, double epsilon, Tensor 
     return;
   }
 #ifdef PAGEDINFER_WITH_CUDA
-  throw std::runtime_error("rms_norm has no CUDA kernel yet");
+  CudaContext context(input);
+  check_cuda("rms_norm", launch_rms_norm(params, context.stream()));
 #endif
 }
 

@@ -2,6 +2,7 @@
 
 #include "common/check.h"
 #include "common/cuda_context.h"
+#include "layers/rotary_embedding_cuda.h"
 #include "ops.h"
 
 namespace pagedinfer {
@@ -53,7 +54,7 @@ void rotary_embedding(const Tensor& positions, Tensor query, std::optional<Tenso
       .interleaved = interleaved,
       .dtype = dtype,
   };
-  if (params.num_tokens == 0 || rotary_dim == 0) return;
+  if (rotary_dim == 0 || (query.numel() == 0 && (!key || key->numel() == 0))) return;
 
   if (is_cpu(query)) {
     for (int64_t t = 0; t < params.num_tokens; ++t) {
@@ -66,7 +67,8 @@ void rotary_embedding(const Tensor& positions, Tensor query, std::optional<Tenso
     return;
   }
 #ifdef PAGEDINFER_WITH_CUDA
-  throw std::runtime_error("rotary_embedding has no CUDA kernel yet");
+  CudaContext context(query);
+  check_cuda("rotary_embedding", launch_rotary_embedding(params, context.stream()));
 #endif
 }
 

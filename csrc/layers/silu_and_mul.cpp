@@ -3,6 +3,7 @@
 #include "common/check.h"
 #include "common/cuda_context.h"
 #include "layers/row_checks.h"
+#include "layers/silu_and_mul_cuda.h"
 #include "ops.h"
 
 namespace pagedinfer {
@@ -41,7 +42,8 @@ void silu_and_mul(const Tensor& input, Tensor out) {
     return;
   }
 #ifdef PAGEDINFER_WITH_CUDA
-  throw std::runtime_error("silu_and_mul has no CUDA kernel yet");
+  CudaContext context(input);
+  check_cuda("silu_and_mul", launch_silu_and_mul(params, context.stream()));
 #endif
 }
 

@@ -1,0 +1,198 @@
+// rms_norm on the GPU: see rms_norm.h for the maths and the tensors.
+//
+// Grid: a row is one thread's, one part of a warp's, or one block's, by its length; short rows
+// share a block of kThreadsOfShortRows threads. Every thread holds its share of the row, of the
+// residual and of the weight in registers, loaded before anything is waited for, so memory is read
+// once. Rows longer than that allows, or whose vectors do not start at multiples of 16 bytes, go to
+// rms_norm_any, which reads the row twice (the second time from a cache).
+// Shared memory: one partial sum per warp.
+// Template parameters: T, the element type; kVec, elements of a vector; kPerThread, vectors a
+// thread holds.
+#include "common/dtype.h"
+#include "layers/elements.cuh"
+#include "layers/rms_norm_cuda.h"
+
+namespace pagedinfer {
+
+namespace {
+
+constexpr int kWarp = 32;
+constexpr int kMaxWarps = 16;
+constexpr int kThreadsOfShortRows = 128;
+constexpr int kMaxThreadsOfLongRows = kMaxWarps * kWarp;
+
+template <typename T>
+__device__ T* row_of(T* base, const RowStrides& strides, int64_t group, int64_t row) {
+  return base + group * strides.group + row * strides.row;
+}
+
+// The sum over `threads` neighbouring threads: a power of two up to a warp, or the whole block. All
+// threads of the block call it.
+__device__ float sum_over(float value, int threads) {
+  const int lanes = threads < kWarp ? threads : kWarp;
+  for (int offset = lanes / 2; offset > 0; offset /= 2) {
+    value += __shfl_xor_sync(0xffffffff, value, offset);
+  }
+  if (threads <= kWarp) return value;
+
+  __shared__ float partial[kMaxWarps];
+  const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, num_warps = threads / kWarp;
+  if (lane == 0) partial[warp] = value;
+  __syncthreads();
+  value = lane < num_warps ? partial[lane] : 0.0f;
+  for (int offset = kMaxWarps / 2; offset > 0; offset /= 2) {
+    value += __shfl_xor_sync(0xffffffff, value, offset);
+  }
+  return __shfl_sync(0xffffffff, value, 0);
+}
+
+// x / rms(x) * weight, element by element.
+template <typename T, int kVec>
+__device__ Vector<T, kVec> normalised(const float (&x)[kVec], float factor,
+                                      const Vector<T, kVec>& weight) {
+  Vector<T, kVec> out;
+#pragma unroll
+  for (int e = 0; e < kVec; ++e) {
+    out.elements[e] = rounded<T>(rounded_through<T>(x[e] * factor) * to_float(weight.elements[e]));
+  }
+  return out;
+}
+
+template <typename T, int kVec, int kPerThread>
+__global__ void __launch_bounds__(kMaxThreadsOfLongRows)
+    rms_norm_in_registers(const __grid_constant__ RmsNormParams p, int threads_per_row) {
+  const int thread = threadIdx.x % threads_per_row;
+  const int64_t rows_per_block = blockDim.x / threads_per_row;
+  const int64_t r = blockIdx.x * rows_per_block + threadIdx.x / threads_per_row;
+  const int64_t group = r / p.inner_rows, row = r % p.inner_rows;
+  const int vectors = r < p.num_rows ? static_cast<int>(p.hidden / kVec) : 0;
+
+  const T* input = row_of(static_cast<const T*>(p.input), p.input_strides, group, row);
+  T* residual = row_of(static_cast<T*>(p.residual), p.residual_strides, group, row);
+  const T* weight = static_cast<const T*>(p.weight);
+
+  Vector<T, kVec> inputs[kPerThread], residuals[kPerThread], weights[kPerThread];
+#pragma unroll
+  for (int j = 0; j < kPerThread; ++j) {
+    const int i = thread + j * threads_per_row;
+    if (i >= vectors) continue;
+    inputs[j] = load_vector<kVec>(input + i * kVec);
+    if (p.residual != nullptr) residuals[j] = load_vector<kVec>(residual + i * kVec);
+    weights[j] = load_vector<kVec>(weight + i * kVec);
+  }
+
+  float x[kPerThread][kVec];
+  float sum = 0.0f;
+#pragma unroll
+  for (int j = 0; j < kPerThread; ++j) {
+    const int i = thread + j * threads_per_row;
+    if (i >= vectors) continue;
+    if (p.residual != nullptr) {
+#pragma unroll
+      for (int e = 0; e < kVec; ++e) {
+        inputs[j].elements[e] =
+            rounded<T>(to_float(residuals[j].elements[e]) + to_float(inputs[j].elements[e]));
+      }
+      store_vector(residual + i * kVec, inputs[j]);
+    }
+#pragma unroll
+    for (int e = 0; e < kVec; ++e) {
+      x[j][e] = to_float(inputs[j].elements[e]);
+      sum += x[j][e] * x[j][e];
+    }
+  }
+
+  const float mean = sum_over(sum, threads_per_row) / static_cast<float>(p.hidden);
+  const float factor = rsqrtf(mean + p.epsilon);
+  T* out = row_of(static_cast<T*>(p.out), p.out_strides, group, row);
+#pragma unroll
+  for (int j = 0; j < kPerThread; ++j) {
+    const int i = thread + j * threads_per_row;
+    if (i < vectors) store_vector(out + i * kVec, normalised(x[j], factor, weights[j]));
+  }
+}
+
+// One block to a row, whatever its length and alignment. A thread reads in the second pass what it
+// wrote itself in the first.
+template <typename T, int kVec>
+__global__ void __launch_bounds__(kMaxThreadsOfLongRows)
+    rms_norm_any(const __grid_constant__ RmsNormParams p) {
+  const int64_t group = blockIdx.x / p.inner_rows, row = blockIdx.x % p.inner_rows;
+  const T* input = row_of(static_cast<const T*>(p.input), p.input_strides, group, row);
+  T* residual = row_of(static_cast<T*>(p.residual), p.residual_strides, group, row);
+  T* out = row_of(static_cast<T*>(p.out), p.out_strides, group, row);
+  const T* weight = static_cast<const T*>(p.weight);
+  const T* normed = p.residual != nullptr ? residual : input;
+
+  float sum = 0.0f;
+  for (int64_t i = threadIdx.x * kVec; i < p.hidden; i += blockDim.x * kVec) {
+    Vector<T, kVec> v = load_vector<kVec>(input + i);
+    if (p.residual != nullptr) {
+      const Vector<T, kVec> before = load_vector<kVec>(residual + i);
+      for (int e = 0; e < kVec; ++e) {
+        v.elements[e] = rounded<T>(to_float(before.elements[e]) + to_float(v.elements[e]));
+      }
+      store_vector(residual + i, v);
+    }
+    for (int e = 0; e < kVec; ++e) sum += to_float(v.elements[e]) * to_float(v.elements[e]);
+  }
+
+  const float mean = sum_over(sum, blockDim.x) / static_cast<float>(p.hidden);
+  const float factor = rsqrtf(mean + p.epsilon);
+  for (int64_t i = threadIdx.x * kVec; i < p.hidden; i += blockDim.x * kVec) {
+    const Vector<T, kVec> v = load_vector<kVec>(normed + i);
+    float x[kVec];
+    for (int e = 0; e < kVec; ++e) x[e] = to_float(v.elements[e]);
+    store_vector(out + i, normalised(x, factor, load_vector<kVec>(weight + i)));
+  }
+}
+
+template <typename T, int kVec, int kPerThread>
+cudaError_t launch_in_registers(const RmsNormParams& p, cudaStream_t stream) {
+  const int64_t threads_needed = (p.hidden / kVec + kPerThread - 1) / kPerThread;
+  int64_t threads_per_row = 1;
+  if (threads_needed <= kWarp) {
+    while (threads_per_row < threads_needed) threads_per_row *= 2;
+  } else {
+    threads_per_row = (threads_needed + kWarp - 1) / kWarp * kWarp;
+  }
+  const int64_t threads = threads_per_row > kWarp ? threads_per_row : kThreadsOfShortRows;
+  const int64_t rows_per_block = threads / threads_per_row;
+  const int64_t blocks = (p.num_rows + rows_per_block - 1) / rows_per_block;
+  rms_norm_in_registers<T, kVec, kPerThread>
+      <<<static_cast<unsigned>(blocks), static_cast<unsigned>(threads), 0, stream>>>(
+          p, static_cast<int>(threads_per_row));
+  return cudaGetLastError();
+}
+
+template <typename T, int kVec>
+cudaError_t launch(const RmsNormParams& p, cudaStream_t stream) {
+  const int64_t vectors = p.hidden / kVec;
+  if constexpr (kVec > 1) {
+    // As few vectors a thread as a block's threads allow: most loads in flight at once.
+    if (vectors <= kMaxThreadsOfLongRows) return launch_in_registers<T, kVec, 1>(p, stream);
+    if (vectors <= 2 * kMaxThreadsOfLongRows) return launch_in_registers<T, kVec, 2>(p, stream);
+    if (vectors <= 4 * kMaxThreadsOfLongRows) return launch_in_registers<T, kVec, 4>(p, stream);
+  }
+  const int64_t warps = (vectors + kWarp - 1) / kWarp;
+  const int64_t threads = (warps < kMaxWarps ? warps : kMaxWarps) * kWarp;
+  rms_norm_any<T, kVec>
+      <<<static_cast<unsigned>(p.num_rows), static_cast<unsigned>(threads), 0, stream>>>(p);
+  return cudaGetLastError();
+}
+
+}  // namespace
+
+cudaError_t launch_rms_norm(const RmsNormParams& p, cudaStream_t stream) {
+  const int64_t element = size_of(p.dtype);
+  const bool vectors =
+      vector_width({address_of(p.input), address_of(p.weight), address_of(p.residual),
+                    address_of(p.out), p.hidden * element, p.input_strides.group * element,
+                    p.input_strides.row * element, p.residual_strides.group * element,
+                    p.residual_strides.row * element, p.out_strides.group * element,
+                    p.out_strides.row * element}) == kVectorBytes;
+  return with_elements(p.dtype, vectors,
+                       [&]<typename T, int kVec>() { return launch<T, kVec>(p, stream); });
+}
+
+}  // namespace pagedinfer
