@@ -53,6 +53,12 @@ void insert(BlockPool& pool, const py::list& table, int64_t first, int64_t last,
   pool.insert(before, blocks, values.data(), salt);
 }
 
+py::object transfer(BlockPool& pool, const BlockPool::BlockList& blocks, BlockPool& to) {
+  std::optional<BlockPool::Transfer> result = pool.transfer(blocks, to);
+  if (!result) return py::none();
+  return py::make_tuple(std::move(result->blocks), std::move(result->copies));
+}
+
 }  // namespace
 }  // namespace pagedinfer
 
@@ -82,8 +88,6 @@ PYBIND11_MODULE(_core, m) {
       .def("reset_cache", &BlockPool::reset_cache)
       .def("set_lower_tier", &BlockPool::set_lower_tier, py::arg("lower"), py::keep_alive<1, 2>())
       .def("take_demotions", &BlockPool::take_demotions)
-      .def("insert_same", &BlockPool::insert_same, py::arg("block"), py::arg("other"),
-           py::arg("other_block"))
-      .def("find_same", &BlockPool::find_same, py::arg("other"), py::arg("other_block"))
+      .def("transfer", &pagedinfer::transfer, py::arg("blocks"), py::arg("to"))
       .def("check", &BlockPool::check);
 }

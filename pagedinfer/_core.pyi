@@ -58,11 +58,12 @@ class BlockPool:
     def take_demotions(self) -> list[tuple[int, int]]:
         """(block, lower block) of the evictions to copy; each lower block holds a reference till released."""
 
-    def insert_same(self, block: int, other: BlockPool, other_block: int) -> None:
-        """Makes `block` known as what `other_block` of `other` holds, if that is known."""
+    def transfer(self, blocks: list[int], to: BlockPool) -> tuple[list[int], list[tuple[int, int]]] | None:
+        """Blocks of `to` for what `blocks`, all referenced, hold; and the copies to make, (block, new block).
 
-    def find_same(self, other: BlockPool, other_block: int) -> int:
-        """A block here with the content of `other_block` of `other`; -1 if there is none."""
+        Each gets one reference. Content that is known in `to` already is shared and not copied. None, and
+        nothing has changed, if `to` has too few free blocks.
+        """
 
     def check(self) -> None:
         """Raises RuntimeError if an invariant of the lists or the map is broken. O(num_blocks)."""

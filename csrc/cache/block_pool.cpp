@@ -173,6 +173,14 @@ BlockPool::BlockId BlockPool::find(uint64_t hash, uint64_t parent, const int32_t
   return kEnd;
 }
 
+uint64_t BlockPool::content_of(uint64_t hash, uint64_t parent, const int32_t* tokens,
+                               const std::string& salt) const {
+  const BlockId here = find(hash, parent, tokens, salt);
+  if (here != kEnd) return blocks_[here].content;
+  const BlockId below = lower_ == nullptr ? kEnd : lower_->find(hash, parent, tokens, salt);
+  return below == kEnd ? next_content++ : lower_->blocks_[below].content;
+}
+
 const std::string& BlockPool::salt_of(BlockId block) const {
   static const std::string none;
   if (salts_.empty()) return none;
@@ -220,9 +228,7 @@ void BlockPool::insert(BlockId before, const BlockList& blocks, const int32_t* t
     if (!is_cached(block)) {
       const uint64_t hash = hash_block(first ? hash_root(salt) : blocks_[before].hash, tokens);
       const uint64_t parent = first ? kNone : blocks_[before].content;
-      const BlockId same = find(hash, parent, tokens, salt);
-      link(block, hash, parent, same == kEnd ? next_content++ : blocks_[same].content, tokens,
-           salt);
+      link(block, hash, parent, content_of(hash, parent, tokens, salt), tokens, salt);
     }
     before = block;
     tokens += block_size_;
@@ -288,7 +294,7 @@ void BlockPool::evict(BlockId block) {
   if (blocks_[block].content == kNone) return;
   if (lower_ != nullptr && lower_->num_free_ > 0 && lower_->find_same(*this, block) == kEnd) {
     const BlockId below = lower_->allocate(1).front();
-    lower_->insert_same(below, *this, block);
+    lower_->link_same(below, *this, block);
     demotions_.emplace_back(block, below);
   }
   unlink(block);
@@ -298,15 +304,40 @@ std::vector<std::pair<BlockPool::BlockId, BlockPool::BlockId>> BlockPool::take_d
   return std::exchange(demotions_, {});
 }
 
-void BlockPool::insert_same(BlockId block, const BlockPool& other, BlockId other_block) {
-  const Block& source = other.checked(other_block);
-  if (source.content == kNone || is_cached(block)) return;
+std::optional<BlockPool::Transfer> BlockPool::transfer(const BlockList& blocks, BlockPool& to) {
+  Transfer result{BlockList(blocks.size()), {}};
+  BlockList known;
+  for (size_t i = 0; i < blocks.size(); ++i) {
+    if (checked(blocks[i]).ref_count == 0) {
+      throw std::invalid_argument("block " + number(blocks[i]) +
+                                  " is free: it cannot be transferred");
+    }
+    result.blocks[i] = to.find_same(*this, blocks[i]);
+    if (result.blocks[i] != kEnd) known.push_back(result.blocks[i]);
+  }
+  const auto num_new = static_cast<int32_t>(blocks.size() - known.size());
+  if (num_new > to.num_free_ - to.num_unreferenced(known)) return std::nullopt;
+  to.acquire(known);
+  const BlockList fresh = to.allocate(num_new);
+  auto next = fresh.begin();
+  for (size_t i = 0; i < blocks.size(); ++i) {
+    if (result.blocks[i] != kEnd) continue;
+    result.blocks[i] = *next++;
+    to.link_same(result.blocks[i], *this, blocks[i]);
+    result.copies.emplace_back(blocks[i], result.blocks[i]);
+  }
+  return result;
+}
+
+void BlockPool::link_same(BlockId block, const BlockPool& other, BlockId other_block) {
+  const Block& source = other.blocks_[other_block];
+  if (source.content == kNone) return;
   link(block, source.hash, source.parent, source.content, other.tokens_of(other_block),
        other.salt_of(other_block));
 }
 
 BlockPool::BlockId BlockPool::find_same(const BlockPool& other, BlockId other_block) const {
-  const Block& source = other.checked(other_block);
+  const Block& source = other.blocks_[other_block];
   if (source.content == kNone) return kEnd;
   for (BlockId block = bucket(source.hash); block != kEnd; block = blocks_[block].map_next) {
     if (blocks_[block].content == source.content) return block;

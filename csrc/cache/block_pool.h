@@ -19,6 +19,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <unordered_map>
 #include <utility>
@@ -77,10 +78,17 @@ class BlockPool {
   // tier). Each holds a reference on its lower block until the caller releases it: nothing else may
   // be written there before the copy is done.
   std::vector<std::pair<BlockId, BlockId>> take_demotions();
-  // Makes `block` known as what `other_block` of `other` holds. Nothing happens if that is unknown.
-  void insert_same(BlockId block, const BlockPool& other, BlockId other_block);
-  // A block here with the content of `other_block` of `other`; -1: none, or that one is unknown.
-  BlockId find_same(const BlockPool& other, BlockId other_block) const;
+  // What a transfer to another tier takes: blocks there, one for each block here, with one
+  // reference each; and the copies to make, as (block here, block there), for those that do not
+  // hold it already.
+  struct Transfer {
+    BlockList blocks;
+    std::vector<std::pair<BlockId, BlockId>> copies;
+  };
+  // Finds or allocates a block of `to` for the content of each of `blocks`, all of which are
+  // referenced. What is known about a block is known about its new place at once. Empty, and
+  // nothing is changed, if `to` has too few free blocks.
+  std::optional<Transfer> transfer(const BlockList& blocks, BlockPool& to);
 
   // Every invariant of the lists and the map; throws std::logic_error. For tests: O(num_blocks).
   void check() const;
@@ -109,10 +117,18 @@ class BlockPool {
   void push_free_back(BlockId block);
   BlockId find(uint64_t hash, uint64_t parent, const int32_t* tokens,
                const std::string& salt) const;
+  // The id of a content: what it has in either tier, else a new one.
+  uint64_t content_of(uint64_t hash, uint64_t parent, const int32_t* tokens,
+                      const std::string& salt) const;
   void link(BlockId block, uint64_t hash, uint64_t parent, uint64_t content, const int32_t* tokens,
             const std::string& salt);
   void unlink(BlockId block);
   void evict(BlockId block);
+  // A block here with the content of `other_block` of `other`; kEnd: none, or that one is not
+  // known.
+  BlockId find_same(const BlockPool& other, BlockId other_block) const;
+  // Makes `block` known as what `other_block` of `other` holds, if that is known.
+  void link_same(BlockId block, const BlockPool& other, BlockId other_block);
   const std::string& salt_of(BlockId block) const;
   void match_from(uint64_t hash, uint64_t parent, const int32_t* tokens, int32_t num_full_blocks,
                   const std::string& salt, BlockList* found) const;
