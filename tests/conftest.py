@@ -2,8 +2,21 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
 import pytest
 import torch
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+class TinyModel(NamedTuple):
+    """A random model on disk, and transformers' own of it."""
+
+    path: str
+    reference: PreTrainedModel
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -19,3 +32,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def device(request: pytest.FixtureRequest) -> torch.device:
     """Each test that takes this runs on the CPU and, where there is one, on the GPU."""
     return torch.device(request.param)
+
+
+@pytest.fixture(scope="session")
+def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
+    """A random Llama of 2 layers, 320 tokens and a context of 512, with a byte-level tokenizer."""
+    from tests.tiny_models import make_llama
+
+    path = tmp_path_factory.mktemp("tiny_llama")
+    return TinyModel(str(path), make_llama(path))
