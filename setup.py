@@ -6,7 +6,7 @@ import shutil
 import sys
 from pathlib import Path
 
-from setuptools import Extension, setup
+from setuptools import Extension, __version__, setup
 from setuptools.command.build import build
 from setuptools.command.build_ext import build_ext
 from setuptools.command.dist_info import dist_info
@@ -15,8 +15,14 @@ SOURCE = Path(__file__).resolve().parent
 sys.path.insert(0, str(SOURCE / "scripts"))
 
 from kernel_build import cmake_build  # noqa: E402
-from kernel_build.errors import BuildError, say  # noqa: E402
+from kernel_build.errors import BuildError  # noqa: E402
+from kernel_build.toolchain import INSTALL_REQUIREMENTS  # noqa: E402
 from kernel_build.torch_install import find_torch  # noqa: E402
+
+if int(__version__.split(".")[0]) < 77:  # An older one does not understand pyproject.toml.
+    sys.exit(
+        f"pagedinfer: error: setuptools >= 77 is needed, and this is {__version__}: {INSTALL_REQUIREMENTS}"
+    )
 
 
 class CheckedDistInfo(dist_info):
@@ -24,7 +30,7 @@ class CheckedDistInfo(dist_info):
 
     def run(self) -> None:
         try:
-            say(f"found {find_torch()}")
+            find_torch()
         except BuildError as error:
             sys.exit(f"pagedinfer: error: {error}")
         super().run()

@@ -21,7 +21,11 @@ MIN_NVCC = (12, 0)
 MEMORY_PER_JOB = 2 << 30
 """Bytes that one compiler may take: the largest .cu files need about this."""
 
-_NO_ISOLATION = "install the build requirements of pyproject.toml, or leave out --no-build-isolation"
+INSTALL_REQUIREMENTS = (
+    "pip install 'setuptools>=77' wheel 'pybind11>=3.0' ninja 'cmake>=3.27', "
+    "or leave out --no-build-isolation"
+)
+"""What to do when a build requirement of pyproject.toml is missing."""
 
 
 @dataclass(frozen=True)
@@ -58,10 +62,8 @@ def _find_program(name: str, minimum: tuple[int, int], pattern: str) -> str:
         found = "does not run" if version is None else f"is {version[0]}.{version[1]}"
         too_old.append(f"{path} {found}")
     if too_old:
-        raise BuildError(
-            f"{wanted} is needed, but {' and '.join(too_old)}: pip install {name}, or {_NO_ISOLATION}"
-        )
-    raise BuildError(f"{wanted} is missing: pip install {name}, or {_NO_ISOLATION}")
+        raise BuildError(f"{wanted} is needed, but {' and '.join(too_old)}: {INSTALL_REQUIREMENTS}")
+    raise BuildError(f"{wanted} is missing: {INSTALL_REQUIREMENTS}")
 
 
 def _version(path: str, pattern: str) -> tuple[int, int] | None:
@@ -95,7 +97,7 @@ def find_pybind11() -> Path:
     """The folder of pybind11's headers."""
     spec = importlib.util.find_spec("pybind11")
     if spec is None or spec.origin is None:
-        raise BuildError(f"pybind11 >= 3.0 is missing: pip install pybind11, or {_NO_ISOLATION}")
+        raise BuildError(f"pybind11 >= 3.0 is missing: {INSTALL_REQUIREMENTS}")
     return Path(spec.origin).parent / "include"
 
 
