@@ -53,7 +53,7 @@ constexpr int64_t partial_size(int64_t num_rows, int64_t head_dim) {
 // float32s that a thread needs beside the tensors: the tile's queries, a block of K and V as
 // float32, its weights, two softmax states.
 constexpr int64_t scratch_size(int64_t head_dim) {
-  return kTileRows * (3 * head_dim + 7) + kKeyBlock * (2 * head_dim + kTileRows);
+  return kTileRows * (3 * head_dim + 7) + kKeyBlock * (2 * head_dim + kTileRows + 4);
 }
 
 // Memory of the calling thread for so many floats, at a multiple of 64 bytes; kept until the thread

@@ -19,11 +19,12 @@ namespace {
 static_assert(kTileRows % kLanes == 0 && kKeyBlock % kScoreKeys == 0);
 
 struct Scratch {
-  float* query;                          // [head_dim, padded rows]
-  float* key;                            // [kKeyBlock, head_dim]
-  float* value;                          // [kKeyBlock, head_dim]
-  float* weights;                        // [kKeyBlock, padded rows]
-  float* correction;                     // [padded rows]
+  float* query;       // [head_dim, padded rows]; few rows: [rows, head_dim]
+  float* key;         // [kKeyBlock, head_dim]
+  float* value;       // [kKeyBlock, head_dim]
+  float* scores;      // [kFewRows, kKeyBlock]; with more rows they are in weights
+  float* weights;     // [kKeyBlock, padded rows]
+  float* correction;  // [padded rows]
   int32_t *first_visible, *end_visible;  // [padded rows]
   SoftmaxState chunk, tile;              // [padded rows], [padded rows], [kTileRows, head_dim]
 };
@@ -41,6 +42,7 @@ Scratch carve(float* memory, int64_t head_dim) {
       .query = take(head_dim * kTileRows),
       .key = take(kKeyBlock * head_dim),
       .value = take(kKeyBlock * head_dim),
+      .scores = take(kFewRows * kKeyBlock),
       .weights = take(kKeyBlock * kTileRows),
       .correction = take(kTileRows),
       .first_visible = reinterpret_cast<int32_t*>(take(kTileRows)),
@@ -64,7 +66,8 @@ class TileRun {
         s_(scratch),
         group_(params.num_heads / params.num_kv_heads),
         first_token_(params.query_start_loc[tile.seq]),
-        padded_rows_(round_up(tile.num_rows, kLanes)) {}
+        few_(tile.num_rows <= kFewRows),
+        padded_rows_(few_ ? kFewRows : round_up(tile.num_rows, kLanes)) {}
 
   void run(int64_t first_chunk, int64_t end_chunk) {
     load_query();
@@ -102,17 +105,17 @@ class TileRun {
   }
 
   void load_query() {
-    const T* query = static_cast<const T*>(p_.query);
-    for (int64_t r = 0; r < padded_rows_; ++r) {
-      if (r >= tile_.num_rows) {
-        for (int64_t d = 0; d < p_.head_dim; ++d) s_.query[d * padded_rows_ + r] = 0;
-        continue;
-      }
-      const T* row = query + (first_token_ + query_of(r)) * p_.query_stride_token +
-                     head_of(r) * p_.query_stride_head;
-      for (int64_t d = 0; d < p_.head_dim; ++d) {
-        s_.query[d * padded_rows_ + r] = to_float(row[d]) * p_.scale;
-      }
+    const int64_t row_stride = few_ ? p_.head_dim : 1, dim_stride = few_ ? 1 : padded_rows_;
+    for (int64_t r = 0; r < tile_.num_rows; ++r) {
+      const T* from = static_cast<const T*>(p_.query) +
+                      (first_token_ + query_of(r)) * p_.query_stride_token +
+                      head_of(r) * p_.query_stride_head;
+      float* to = s_.query + r * row_stride;
+      for (int64_t d = 0; d < p_.head_dim; ++d) to[d * dim_stride] = to_float(from[d]) * p_.scale;
+    }
+    if (few_) return;
+    for (int64_t d = 0; d < p_.head_dim; ++d) {
+      for (int64_t r = tile_.num_rows; r < padded_rows_; ++r) s_.query[d * padded_rows_ + r] = 0;
     }
   }
 
@@ -142,11 +145,17 @@ class TileRun {
       const int64_t next = (key / kKeyBlock + 1) * kKeyBlock;
       const int64_t num_keys = (next < end ? next : end) - key;
       gather(key, num_keys);
-      score(s_.query, s_.key, num_keys, padded_rows_, p_.head_dim, s_.weights);
       const Visible visible{s_.first_visible, s_.end_visible};
-      const bool all_visible = key >= last_first_ && key + num_keys <= first_end_;
-      weigh(s_.weights, key, num_keys, padded_rows_, all_visible ? nullptr : &visible, p_.logit_cap,
-            s_.chunk, s_.correction);
+      if (few_) {
+        score_few(s_.query, s_.key, num_keys, tile_.num_rows, p_.head_dim, s_.scores);
+        weigh_few(s_.scores, key, num_keys, tile_.num_rows, visible, p_.logit_cap, s_.chunk,
+                  s_.correction, s_.weights);
+      } else {
+        const bool all_visible = key >= last_first_ && key + num_keys <= first_end_;
+        score(s_.query, s_.key, num_keys, padded_rows_, p_.head_dim, s_.weights);
+        weigh(s_.weights, key, num_keys, padded_rows_, all_visible ? nullptr : &visible,
+              p_.logit_cap, s_.chunk, s_.correction);
+      }
       collect(s_.weights, s_.value, s_.correction, num_keys, tile_.num_rows, padded_rows_,
               p_.head_dim, s_.chunk.out);
       key += num_keys;
@@ -156,22 +165,37 @@ class TileRun {
   // K and V of these keys and no others: what lies beside them in a block may be anything.
   void gather(int64_t first_key, int64_t num_keys) {
     const int64_t head_elements = p_.block_size * p_.head_dim;
-    const int32_t* table = p_.block_table + tile_.seq * p_.block_table_stride;
+    const int64_t value_offset = p_.num_kv_heads * head_elements;
+    const int64_t last_block = (tile_.end_key - 1) / p_.block_size;
     for (int64_t done = 0; done < num_keys;) {
       const int64_t block = (first_key + done) / p_.block_size;
       const int64_t offset = (first_key + done) % p_.block_size;
       const int64_t left = num_keys - done;
       const int64_t count = p_.block_size - offset < left ? p_.block_size - offset : left;
-      const T* keys = static_cast<const T*>(p_.kv_cache) + table[block] * p_.cache_stride_block +
-                      kv_head_ * head_elements + offset * p_.head_dim;
+      if (block < last_block) {
+        prefetch(keys_of(block + 1), head_elements);
+        prefetch(keys_of(block + 1) + value_offset, head_elements);
+      }
+      const T* keys = keys_of(block) + offset * p_.head_dim;
       convert_row(keys, s_.key + done * p_.head_dim, count * p_.head_dim);
-      convert_row(keys + p_.num_kv_heads * head_elements, s_.value + done * p_.head_dim,
-                  count * p_.head_dim);
+      convert_row(keys + value_offset, s_.value + done * p_.head_dim, count * p_.head_dim);
       done += count;
     }
     const int64_t filled = num_keys * p_.head_dim;
     const int64_t scored = round_up(num_keys, kScoreKeys) * p_.head_dim;
     std::memset(s_.key + filled, 0, (scored - filled) * sizeof(float));
+  }
+
+  const T* keys_of(int64_t block) const {
+    const int64_t id = p_.block_table[tile_.seq * p_.block_table_stride + block];
+    return static_cast<const T*>(p_.kv_cache) + id * p_.cache_stride_block +
+           kv_head_ * p_.block_size * p_.head_dim;
+  }
+
+  // Blocks lie anywhere, so that the hardware's own prefetching ends with each.
+  static void prefetch(const T* from, int64_t count) {
+    constexpr int64_t kLine = 64 / sizeof(T);
+    for (int64_t i = 0; i < count; i += kLine) __builtin_prefetch(from + i);
   }
 
   SoftmaxState partial(int64_t chunk) const {
@@ -203,6 +227,7 @@ class TileRun {
   const Scratch& s_;
   const int64_t group_;
   const int64_t first_token_;
+  const bool few_;
   const int64_t padded_rows_;
   int64_t last_first_, first_end_;  // from the one to the other, all rows see all keys
 };
@@ -211,7 +236,7 @@ class TileRun {
 template <typename Body>
 void for_each_item(int64_t count, int64_t num_workers, int64_t head_dim, const Body& body) {
   int64_t next = 0;
-  parallel_for(num_workers, /*grain=*/1, [&](int64_t, int64_t) {
+  parallel_for(num_workers < count ? num_workers : count, /*grain=*/1, [&](int64_t, int64_t) {
     const Scratch scratch = carve(attention_scratch(scratch_size(head_dim)), head_dim);
     for (;;) {
       const int64_t i = __atomic_fetch_add(&next, 1, __ATOMIC_RELAXED);

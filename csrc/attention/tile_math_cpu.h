@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <cstring>
 
+#include "attention/attention_work.h"
 #include "common/simd.h"
 
 namespace pagedinfer {
@@ -24,6 +25,9 @@ constexpr int kCollectRows = 6, kCollectVectors = 4;
 constexpr int kScoreKeys = 4, kScoreVectors = 3;
 constexpr int kCollectRows = 6, kCollectVectors = 2;
 #endif
+
+// Tiles of at most so many rows take the functions for few.
+constexpr int kFewRows = kLanes > 4 ? 4 : 2;
 
 // The softmax of a tile's rows so far: over the scores s and values v of the keys seen,
 // max = max s, sum = sum of exp(s - max), out = sum of exp(s - max) v. No key: -inf, 0, 0.
@@ -123,6 +127,81 @@ inline void weigh(float* scores, int64_t first_key, int64_t num_keys, int64_t pa
     store(state.max + row, row_max);
     store(state.sum + row, sum);
     store(correction + row, scale);
+  }
+}
+
+// ---- the same for few rows: scores [rows, kKeyBlock], then weights [keys, kFewRows]
+// -----------------
+
+// query [rows, head_dim]; `key` has room for num_keys rounded up to 4.
+template <int kRows>
+void score_few(const float* query, const float* key, int64_t num_keys, int64_t head_dim,
+               float* scores) {
+  for (int64_t k = 0; k < num_keys; k += 4) {
+    FloatVector sums[kRows][4] = {};
+    for (int64_t d = 0; d < head_dim; d += kLanes) {
+      FloatVector q[kRows];
+      for (int r = 0; r < kRows; ++r) q[r] = load(query + r * head_dim + d);
+      for (int i = 0; i < 4; ++i) {
+        const FloatVector elements = load(key + (k + i) * head_dim + d);
+        for (int r = 0; r < kRows; ++r) sums[r][i] = multiply_add(q[r], elements, sums[r][i]);
+      }
+    }
+    for (int r = 0; r < kRows; ++r) store_lane_sums(scores + r * kKeyBlock + k, sums[r]);
+  }
+}
+
+inline void score_few(const float* query, const float* key, int64_t num_keys, int64_t num_rows,
+                      int64_t head_dim, float* scores) {
+  switch (num_rows) {
+    case 1:
+      return score_few<1>(query, key, num_keys, head_dim, scores);
+    case 2:
+      return score_few<2>(query, key, num_keys, head_dim, scores);
+    case 3:
+      return score_few<3>(query, key, num_keys, head_dim, scores);
+    case 4:
+      return score_few<4>(query, key, num_keys, head_dim, scores);
+  }
+}
+
+inline void weigh_few(float* scores, int64_t first_key, int64_t num_keys, int64_t num_rows,
+                      const Visible& visible, float logit_cap, SoftmaxState state,
+                      float* correction, float* weights) {
+  int32_t lane_numbers[kLanes];
+  for (int i = 0; i < kLanes; ++i) lane_numbers[i] = i;
+  const IntVector lanes = load(lane_numbers);
+  for (int64_t r = 0; r < num_rows; ++r) {
+    float* row = scores + r * kKeyBlock;
+    const int64_t past = visible.end[r] - first_key;
+    const IntVector first = broadcast(static_cast<int32_t>(visible.first[r] - first_key));
+    const IntVector end = broadcast(static_cast<int32_t>(past < num_keys ? past : num_keys));
+    FloatVector lane_max = broadcast(state.max[r]);
+    for (int64_t k = 0; k < num_keys; k += kLanes) {
+      FloatVector s = load(row + k);
+      if (logit_cap > 0) s = logit_cap * tanh(s / logit_cap);
+      const IntVector key = lanes + static_cast<int32_t>(k);
+      s = (key >= first) & (key < end) ? s : broadcast(-kInfinity);
+      store(row + k, s);
+      lane_max = max(s, lane_max);
+    }
+    float row_max = lane_max[0];
+    for (int i = 1; i < kLanes; ++i) row_max = lane_max[i] > row_max ? lane_max[i] : row_max;
+
+    const FloatVector scale = rescale(broadcast(state.max[r]), broadcast(row_max));
+    const float shift = row_max == -kInfinity ? 0 : row_max;
+    FloatVector lane_sums = {};
+    for (int64_t k = 0; k < num_keys; k += kLanes) {
+      const FloatVector weight = exp(load(row + k) - shift);
+      store(row + k, weight);
+      lane_sums += weight;
+    }
+    float sum = 0;
+    for (int i = 0; i < kLanes; ++i) sum += lane_sums[i];
+    for (int64_t k = 0; k < num_keys; ++k) weights[k * kFewRows + r] = row[k];
+    state.sum[r] = state.sum[r] * scale[0] + sum;
+    state.max[r] = row_max;
+    correction[r] = scale[0];
   }
 }
 

@@ -58,6 +58,26 @@ PAGEDINFER_SIMD FloatVector multiply_add(FloatVector a, FloatVector b, FloatVect
 #endif
 }
 
+// to[0..3] = the sums of each vector's lanes.
+PAGEDINFER_SIMD void store_lane_sums(float* to, const FloatVector (&v)[4]) {
+#if defined(__AVX2__)
+  __m128 quarter[4];
+  for (int i = 0; i < 4; ++i) {
+#if defined(__AVX512F__)
+    const __m256 half =
+        _mm256_add_ps(_mm512_maskz_extractf32x8_ps(0xff, v[i], 0), _mm512_maskz_extractf32x8_ps(0xff, v[i], 1));
+#else
+    const __m256 half = v[i];
+#endif
+    quarter[i] = _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
+  }
+  _mm_storeu_ps(
+      to, _mm_hadd_ps(_mm_hadd_ps(quarter[0], quarter[1]), _mm_hadd_ps(quarter[2], quarter[3])));
+#else
+  for (int i = 0; i < 4; ++i) to[i] = (v[i][0] + v[i][1]) + (v[i][2] + v[i][3]);
+#endif
+}
+
 // b where a is NaN.
 PAGEDINFER_SIMD FloatVector max(FloatVector a, FloatVector b) { return a > b ? a : b; }
 
