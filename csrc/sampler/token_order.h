@@ -61,6 +61,9 @@ constexpr int kMaxDigits = 4;
 
 PAGEDINFER_SHARED Window window_of_bin(int bin) { return {bin, 0, 0, kLastCode}; }
 
+// Holds nothing; all tokens of any weight are above it.
+PAGEDINFER_SHARED Window empty_window() { return {kLastBin, kMaxDigits, 1, 0}; }
+
 PAGEDINFER_SHARED int digit_shift(int digits) {
   return digits == 0 ? 53 : digits == 1 ? 42 : digits == 2 ? 32 : 8;
 }

@@ -1,0 +1,116 @@
+// Histograms over a team's row: how many tokens lie in each bin and what they weigh, and the bin in
+// which a need is met. Each block counts its own part of the row; a cut looks at all of them.
+#pragma once
+
+#include <cstdint>
+
+#include "sampler/team.cuh"
+#include "sampler/token_order.h"
+
+namespace pagedinfer {
+namespace sampling {
+
+constexpr int kSections = kNumBins / kWarpSize;  // of 32 bins
+
+struct Bins {
+  SharedSum weight[kNumBins];
+  uint32_t count[kNumBins];
+  uint64_t section_weight[kSections];
+  uint32_t section_count[kSections];
+
+  __device__ void clear() {
+    for (int bin = threadIdx.x; bin < kNumBins; bin += kThreads) {
+      weight[bin].set(0);
+      count[bin] = 0;
+    }
+    __syncthreads();
+  }
+
+  __device__ void add(int bin, uint64_t token_weight) {
+    atomicAdd(&count[bin], 1u);
+    weight[bin].add(token_weight);
+  }
+};
+
+// Where a cut through the bins falls.
+struct BinCut {
+  int bin;                  // kNumBins: all of them together do not meet the need
+  uint32_t count;           // tokens in that bin
+  uint64_t need;            // what the bins before it leave of the need
+  uint64_t weight_through;  // of the bins up to it, that bin included
+  uint64_t total_weight;
+};
+
+enum class By { count, weight };
+
+// Finds the first of 32 lanes at which the running sum of `amount` reaches the need, 32 if none
+// does; takes the lanes before it off the need.
+__device__ inline int cut_lanes(uint64_t amount, uint64_t* need) {
+  const uint64_t prefix = warp_prefix_sum(amount);
+  const unsigned reached = __ballot_sync(kAllLanes, prefix >= *need);
+  const int lane = reached == 0 ? kWarpSize : __ffs(static_cast<int>(reached)) - 1;
+  const uint64_t before = prefix - amount;
+  *need -= lane == kWarpSize ? __shfl_sync(kAllLanes, prefix, kWarpSize - 1)
+                             : __shfl_sync(kAllLanes, before, lane);
+  return lane;
+}
+
+// Cuts the team's bins where `need_of(total weight)`, at least 1, is met. All threads call this
+// once they have added their tokens, and get the same answer in `shared`. The bins may be cleared
+// again after the next barrier of the team.
+template <typename NeedOf>
+__device__ BinCut cut_bins(Bins& bins, By by, const NeedOf& need_of, BinCut& shared) {
+  __syncthreads();
+  for (int section = warp_index(); section < kSections; section += kWarps) {
+    const int bin = section * kWarpSize + lane_index();
+    const uint64_t weight = warp_sum(bins.weight[bin].value());
+    const uint64_t count = warp_sum(bins.count[bin]);
+    if (lane_index() == 0) {
+      bins.section_weight[section] = weight;
+      bins.section_count[section] = static_cast<uint32_t>(count);
+    }
+  }
+  Team::sync();
+
+  if (warp_index() == 0) {
+    uint64_t weights[kSections / kWarpSize] = {}, counts[kSections / kWarpSize] = {};
+    uint64_t total = 0;
+    for (int part = 0; part < kSections / kWarpSize; ++part) {
+      for (int rank = 0; rank < Team::size(); ++rank) {
+        const Bins& theirs = Team::of(bins, rank);
+        weights[part] += theirs.section_weight[part * kWarpSize + lane_index()];
+        counts[part] += theirs.section_count[part * kWarpSize + lane_index()];
+      }
+      total += weights[part];
+    }
+    BinCut cut = {kNumBins, 0, 0, 0, warp_sum(total)};
+    cut.need = need_of(cut.total_weight);
+
+    int section = kSections;
+    uint64_t weight_before = 0;
+    for (int part = 0; part < kSections / kWarpSize && section == kSections; ++part) {
+      const int lane = cut_lanes(by == By::weight ? weights[part] : counts[part], &cut.need);
+      if (lane < kWarpSize) section = part * kWarpSize + lane;
+      weight_before += warp_sum(lane_index() < lane ? weights[part] : 0);
+    }
+    if (section < kSections) {
+      const int bin = section * kWarpSize + lane_index();
+      uint64_t weight = 0, count = 0;
+      for (int rank = 0; rank < Team::size(); ++rank) {
+        const Bins& theirs = Team::of(bins, rank);
+        weight += theirs.weight[bin].value();
+        count += theirs.count[bin];
+      }
+      const int lane = cut_lanes(by == By::weight ? weight : count, &cut.need);
+      cut.bin = section * kWarpSize + lane;
+      cut.count = static_cast<uint32_t>(__shfl_sync(kAllLanes, count, lane));
+      cut.weight_through = weight_before + warp_sum(lane_index() <= lane ? weight : 0);
+    }
+    if (lane_index() == 0) shared = cut;
+  }
+  __syncthreads();
+  return shared;
+}
+
+}  // namespace sampling
+}  // namespace pagedinfer

@@ -1,0 +1,127 @@
+// How the blocks of a team read their row: 16 bytes a thread, several loads in flight, columns
+// upcast to fp32.
+//
+// A row is cut into vectors of 16 bytes, counted from the 16-byte boundary at or before its first
+// column, so that rows may start anywhere. Every warp of the team has a stretch of vectors of its
+// own, in the order of ids: rank by rank, warp by warp.
+#pragma once
+
+#include <cuda_fp16.h>
+
+#include <cstdint>
+
+#include "sampler/team.cuh"
+#include "sampler/token_order.h"
+#include "sampler/upcast.h"
+
+namespace pagedinfer {
+namespace sampling {
+
+// The larger of two, NaN if either is.
+__device__ inline float max_or_nan(float a, float b) {
+  float result;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
+  return result;
+}
+
+// The columns in 16 bytes as fp32.
+__device__ inline void unpack(const uint4& raw, float (&x)[4], const float*) {
+  x[0] = float_of(raw.x);
+  x[1] = float_of(raw.y);
+  x[2] = float_of(raw.z);
+  x[3] = float_of(raw.w);
+}
+
+__device__ inline void unpack(const uint4& raw, float (&x)[8], const BFloat16*) {
+  const uint32_t words[4] = {raw.x, raw.y, raw.z, raw.w};
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    x[2 * i] = float_of(words[i] << 16);
+    x[2 * i + 1] = float_of(words[i] & 0xffff0000u);
+  }
+}
+
+__device__ inline void unpack(const uint4& raw, float (&x)[8], const Float16*) {
+  const uint32_t words[4] = {raw.x, raw.y, raw.z, raw.w};
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    x[2 * i] = __half2float(__ushort_as_half(static_cast<uint16_t>(words[i])));
+    x[2 * i + 1] = __half2float(__ushort_as_half(static_cast<uint16_t>(words[i] >> 16)));
+  }
+}
+
+template <typename T>
+struct Row {
+  static constexpr int kVector = 16 / sizeof(T);  // columns
+  static constexpr int kInFlight = 4;             // loads a thread starts before it uses the first
+
+  const uint4* vectors;
+  int skipped;  // elements of the first vector that belong to no column
+  int vocab_size;
+  int num_vectors;
+  int vectors_a_warp;
+
+  __device__ Row(const T* logits, int vocab_size)
+      : vectors(
+            reinterpret_cast<const uint4*>(reinterpret_cast<uintptr_t>(logits) & ~uintptr_t{15})),
+        skipped(static_cast<int>((reinterpret_cast<uintptr_t>(logits) & 15) / sizeof(T))),
+        vocab_size(vocab_size),
+        num_vectors((skipped + vocab_size + kVector - 1) / kVector) {
+    const int warps = Team::size() * kWarps;
+    const int steps = (num_vectors + kWarpSize - 1) / kWarpSize;
+    vectors_a_warp = (steps + warps - 1) / warps * kWarpSize;
+  }
+
+  // The warp, counted over the team, whose stretch holds this column.
+  __device__ int warp_of(int column) const { return (column + skipped) / kVector / vectors_a_warp; }
+  __device__ int first_column(int vector) const { return vector * kVector - skipped; }
+  __device__ int stretch_begin(int team_warp) const { return team_warp * vectors_a_warp; }
+  __device__ int stretch_end(int team_warp) const {
+    return min((team_warp + 1) * vectors_a_warp, num_vectors);
+  }
+
+  // A vector's columns; -inf where there is none.
+  __device__ void columns(const uint4& raw, int vector, float (&x)[kVector]) const {
+    unpack(raw, x, static_cast<const T*>(nullptr));
+    if (vector > 0 && vector < num_vectors - 1) return;
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) {
+      const int column = first_column(vector) + i;
+      if (column < 0 || column >= vocab_size) x[i] = -INFINITY;
+    }
+  }
+
+  __device__ void read(int vector, float (&x)[kVector]) const {
+    columns(__ldg(vectors + vector), vector, x);
+  }
+
+  // Calls visit(vector, x) for the vectors of [begin, end); the lanes of a warp share them out.
+  template <typename Visit>
+  __device__ void scan(int begin, int end, const Visit& visit) const {
+    for (int vector = begin + lane_index(); vector < end; vector += kWarpSize * kInFlight) {
+      uint4 raw[kInFlight];
+#pragma unroll
+      for (int i = 0; i < kInFlight; ++i) {
+        if (vector + i * kWarpSize < end) raw[i] = __ldg(vectors + vector + i * kWarpSize);
+      }
+#pragma unroll
+      for (int i = 0; i < kInFlight; ++i) {
+        if (vector + i * kWarpSize < end) {
+          float x[kVector];
+          columns(raw[i], vector + i * kWarpSize, x);
+          visit(vector + i * kWarpSize, x);
+        }
+      }
+    }
+  }
+
+  // The same over this warp's stretch of the row.
+  template <typename Visit>
+  __device__ void scan_stretch(const Visit& visit) const {
+    const int team_warp = Team::rank() * kWarps + warp_index();
+    scan(stretch_begin(team_warp), stretch_end(team_warp), visit);
+  }
+};
+
+}  // namespace sampling
+}  // namespace pagedinfer
