@@ -211,7 +211,7 @@ def store_kv(key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor)
 
     Raises:
         ValueError: shapes, dtypes, devices or strides that do not fit; on the CPU also a slot out of
-            range.
+            range (on a GPU nobody looks: it would cost a wait).
     """
     _ops.store_kv(key, value, kv_cache, slot_mapping)
 
@@ -236,12 +236,14 @@ def copy_blocks(kv_cache: Tensor, mapping: Tensor) -> None:
 def swap_blocks(source: Tensor, destination: Tensor, mapping: Tensor) -> None:
     """Copies whole blocks between caches: block `mapping[i, 0]` of one to `mapping[i, 1]` of the other.
 
-    Between a GPU and the CPU the copies are asynchronous on the current stream; the CPU side must be
-    pinned, and both tensors stay alive until the stream has passed. Neighbouring blocks are merged into
-    one copy.
+    Between a GPU and the CPU the copies are asynchronous on the GPU's current stream; the CPU side must
+    be pinned. torch's allocators are told that the stream uses both: either tensor may be dropped at
+    once, and its memory is given to nobody else until the stream has passed. (Memory that torch did not
+    allocate must be kept by who did.) Neighbouring blocks are merged into one transfer.
 
     Args:
-        source, destination: one dtype, [num_blocks, ...] with equal trailing shapes, contiguous.
+        source, destination: one dtype, [num_blocks, ...] with equal trailing shapes, contiguous, sharing
+            no memory; both on the CPU, both on one GPU, or one on each.
         mapping: int64 [n, 2] on the CPU, contiguous; n may be 0.
 
     Raises:
@@ -249,6 +251,24 @@ def swap_blocks(source: Tensor, destination: Tensor, mapping: Tensor) -> None:
             GPU (nothing is copied then), or tensors that do not fit.
     """
     _ops.swap_blocks(source, destination, mapping)
+    if source.device != destination.device and source.numel() and mapping.numel():
+        _hold_memory_until_swapped(source, destination, mapping)
+
+
+def _hold_memory_until_swapped(source: Tensor, destination: Tensor, mapping: Tensor) -> None:
+    """Tells torch's allocators that the GPU's current stream uses the memory of both."""
+    on_gpu = source if source.is_cuda else destination
+    on_gpu.record_stream(torch.cuda.current_stream(on_gpu.device))
+    # Pinned memory has no record_stream of its own, but torch's copies record theirs: one element of a
+    # block that was just swapped, once more.
+    source_block, destination_block = mapping[-1].tolist()
+    _first_element(destination, destination_block).copy_(
+        _first_element(source, source_block), non_blocking=True
+    )
+
+
+def _first_element(cache: Tensor, block: int) -> Tensor:
+    return cache.as_strided((1,), (1,), cache.storage_offset() + block * cache.stride(0))
 
 
 # ---- sampler ---------------------------------------------------------------------------------------

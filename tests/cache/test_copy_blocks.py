@@ -13,6 +13,7 @@ from torch import Tensor
 
 from pagedinfer import ops
 from tests import reference
+from tests.graph_capture import replay_captured
 
 
 def pairs(*mapping: tuple[int, int]) -> Tensor:
@@ -137,6 +138,16 @@ def test_refuses_what_does_not_fit(device: torch.device) -> None:
 def test_refuses_a_mapping_on_the_gpu() -> None:
     with pytest.raises(ValueError, match="mapping is on cuda:0; expected cpu"):
         ops.copy_blocks(numbered_blocks(2, torch.device("cuda")), pairs((0, 1)).cuda())
+
+
+@pytest.mark.gpu
+def test_runs_from_a_graph() -> None:
+    """The graph keeps the ids: they are parameters of the launch, and the mapping may go."""
+    kv_cache = numbered_blocks(500, torch.device("cuda"))
+    mapping = pairs(*cycle(450))
+    expected = reference.copy_blocks(kv_cache, mapping)
+    replay_captured(lambda: ops.copy_blocks(kv_cache, mapping.clone()))
+    assert torch.equal(kv_cache, expected)
 
 
 def test_opcheck(device: torch.device) -> None:

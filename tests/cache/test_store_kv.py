@@ -8,6 +8,7 @@ from torch import Tensor
 
 from pagedinfer import ops
 from tests import reference
+from tests.graph_capture import replay_captured
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
@@ -119,6 +120,13 @@ def test_refuses_slots_out_of_range_on_the_cpu(slot: int) -> None:
     with pytest.raises(ValueError, match=rf"slot_mapping\[7\] is {slot}; .* below 56"):
         ops.store_kv(key, value, kv_cache, slots)
     assert torch.equal(kv_cache, before)
+
+
+@pytest.mark.gpu
+def test_runs_from_a_graph() -> None:
+    key, value, kv_cache, slots = random_case(torch.device("cuda"))
+    replay_captured(lambda: ops.store_kv(key, value, kv_cache, slots))
+    assert torch.equal(kv_cache, reference.store_kv(key, value, kv_cache, slots))
 
 
 def test_opcheck(device: torch.device) -> None:

@@ -110,6 +110,63 @@ def test_refuses_memory_that_is_not_pinned() -> None:
     assert not unpinned.any()
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_blocks", [3, 64], ids=["one-by-one", "batched"])
+def test_waits_for_its_stream_and_for_nobody_else(num_blocks: int) -> None:
+    """The host goes on at once; the transfer reads what an earlier kernel of the stream wrote."""
+    on_device, on_host = host_blocks(num_blocks).cuda(), host_blocks(2 * num_blocks, first=-5000)
+    mapping = pairs(*((i, 2 * i) for i in range(num_blocks)))
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(200_000_000)  # cycles: about 0.1 s
+        on_device += 7
+        ops.swap_blocks(on_device, on_host, mapping)
+    assert not stream.query()
+    stream.synchronize()
+    assert torch.equal(on_host[::2], host_blocks(num_blocks, first=7))
+
+
+@pytest.mark.gpu
+def test_memory_outlives_its_tensors_until_the_stream_has_passed() -> None:
+    on_device, on_host = host_blocks(64, width=4096).cuda(), host_blocks(64, width=4096)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(200_000_000)
+        ops.swap_blocks(on_device, on_host, pairs(*((i, 63 - i) for i in range(64))))
+    addresses = on_device.data_ptr(), on_host.data_ptr()
+    del on_device, on_host
+    on_device = torch.empty(64, 4096, dtype=torch.int32, device="cuda")
+    on_host = torch.empty(64, 4096, dtype=torch.int32, pin_memory=True)
+    assert not stream.query()
+    assert on_device.data_ptr() != addresses[0]
+    assert on_host.data_ptr() != addresses[1]
+
+
+@pytest.mark.gpu
+def test_both_ways_at_once_on_two_streams() -> None:
+    out_of, into = host_blocks(32, width=1 << 18).cuda(), host_blocks(32, first=9, width=1 << 18).cuda()
+    host_out, host_in = torch.empty_like(out_of, device="cpu").pin_memory(), host_blocks(32, width=1 << 18)
+    mapping = pairs(*((i, (5 * i) % 32) for i in range(32)))
+    expected_out = reference.swap_blocks(out_of, host_out, mapping)
+    expected_in = reference.swap_blocks(host_in, into, mapping)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        ops.swap_blocks(out_of, host_out, mapping)
+    with torch.cuda.stream(torch.cuda.Stream()):
+        ops.swap_blocks(host_in, into, mapping)
+    torch.cuda.synchronize()
+    assert torch.equal(host_out, expected_out)
+    assert torch.equal(into, expected_in)
+
+
+@pytest.mark.gpu
+def test_between_two_caches_of_one_gpu() -> None:
+    source, destination = host_blocks(6).cuda(), host_blocks(9, first=100).cuda()
+    check(source, destination, pairs((0, 4), (1, 5), (5, 0)))
+
+
 def test_opcheck(device: torch.device) -> None:
     args = (host_blocks(4).to(device), host_blocks(6), pairs((0, 1), (1, 2), (3, 0)))
     torch.library.opcheck(torch.ops.pagedinfer.swap_blocks.default, args)

@@ -9,6 +9,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from pagedinfer import ops
 from tests import reference
+from tests.graph_capture import replay_captured
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 HIDDEN_SIZES = [1, 7, 64, 80, 128, 576, 1000, 2048, 4096, 4100, 5120, 8192, 16384, 50000]
@@ -126,6 +127,16 @@ def test_refuses_what_does_not_fit(device: torch.device) -> None:
         ops.rms_norm(input, weight, EPSILON, input[:, 0].clone())
     with pytest.raises(ValueError, match="residual shares its memory"):
         ops.rms_norm(input, weight, EPSILON, input)
+
+
+@pytest.mark.gpu
+def test_runs_from_a_graph() -> None:
+    input, residual, out = torch.randn(3, 4, 64, device="cuda").unbind()
+    weight = torch.randn(64, device="cuda")
+    expected, new_residual = reference.rms_norm_residual(input, weight, EPSILON, residual)
+    replay_captured(lambda: ops.rms_norm(input, weight, EPSILON, residual, out))
+    assert_near(out, expected)
+    assert torch.equal(residual, new_residual)
 
 
 @pytest.mark.parametrize("with_residual", [False, True])

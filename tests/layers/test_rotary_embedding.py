@@ -9,6 +9,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from pagedinfer import ops
 from tests import reference
+from tests.graph_capture import replay_captured
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 TOLERANCE = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
@@ -163,6 +164,15 @@ def test_refuses_what_does_not_fit(device: torch.device) -> None:
         bad_table = torch.zeros(MAX_POSITION, rotary_dim, device=device)
         with pytest.raises(ValueError, match=r"an even rotary_dim of at most head_dim=64"):
             ops.rotary_embedding(positions, query, key, bad_table)
+
+
+@pytest.mark.gpu
+def test_runs_from_a_graph() -> None:
+    positions, query, key = random_case(torch.device("cuda"))
+    table = cos_sin_table(64, positions.device)
+    expected = reference.rotary_embedding(positions, query, table)
+    replay_captured(lambda: ops.rotary_embedding(positions, query, key, table))
+    assert_near(query, expected)
 
 
 def test_opcheck(device: torch.device) -> None:

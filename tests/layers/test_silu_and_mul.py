@@ -8,6 +8,7 @@ from torch import Tensor
 
 from pagedinfer import ops
 from tests import reference
+from tests.graph_capture import replay_captured
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 TOLERANCE = {torch.float32: 1e-6, torch.float16: 1.5e-3, torch.bfloat16: 1.2e-2}
@@ -83,6 +84,13 @@ def test_refuses_what_does_not_fit(device: torch.device) -> None:
         ops.silu_and_mul(input, torch.empty(4, 32, dtype=torch.float16, device=device))
     with pytest.raises(ValueError, match=r"input has shape .* strides .* last dimension contiguous"):
         ops.silu_and_mul(input.T.contiguous().T)
+
+
+@pytest.mark.gpu
+def test_runs_from_a_graph() -> None:
+    input, out = torch.randn(4, 64, device="cuda"), torch.zeros(4, 32, device="cuda")
+    replay_captured(lambda: ops.silu_and_mul(input, out))
+    assert_near(out, reference.silu_and_mul(input))
 
 
 def test_opcheck(device: torch.device) -> None:
