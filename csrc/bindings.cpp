@@ -26,6 +26,12 @@ STABLE_TORCH_LIBRARY(pagedinfer, m) {
   // ---- cache ----
   // Writes a step's keys and values into the slots of the cache; slot -1 writes nothing.
   m.def("store_kv(Tensor key, Tensor value, Tensor(a!) kv_cache, Tensor slot_mapping) -> ()");
+  // rms_norm of query's and key's heads (QK-norm; optional), rotary_embedding and store_kv in one
+  // pass.
+  m.def(
+      "rotary_store_kv(Tensor positions, Tensor(a!) query, Tensor key, Tensor value, "
+      "Tensor cos_sin_cache, Tensor(b!) kv_cache, Tensor slot_mapping, bool interleaved, "
+      "Tensor? query_norm_weight, Tensor? key_norm_weight, float epsilon) -> ()");
   // Copies whole blocks within a cache, as if all sources were read before anything is written.
   m.def("copy_blocks(Tensor(a!) kv_cache, Tensor mapping) -> ()");
   // Copies whole blocks between a cache on the device and one in (pinned) CPU memory.
@@ -59,6 +65,7 @@ STABLE_TORCH_LIBRARY(pagedinfer, m) {
   m.impl("attention_plan", TORCH_BOX(&pagedinfer::attention_plan));                             \
   m.impl("paged_attention", TORCH_BOX(&pagedinfer::paged_attention));                           \
   m.impl("store_kv", TORCH_BOX(&pagedinfer::store_kv));                                         \
+  m.impl("rotary_store_kv", TORCH_BOX(&pagedinfer::rotary_store_kv));                           \
   m.impl("copy_blocks", TORCH_BOX(&pagedinfer::copy_blocks));                                   \
   m.impl("swap_blocks", TORCH_BOX(&pagedinfer::swap_blocks));                                   \
   m.impl("sample_tokens_workspace_size", TORCH_BOX(&pagedinfer::sample_tokens_workspace_size)); \

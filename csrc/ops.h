@@ -26,6 +26,10 @@ void paged_attention(const Tensor& query, const Tensor& kv_cache, const Tensor& 
                      int64_t sliding_window, double logit_cap);
 
 void store_kv(const Tensor& key, const Tensor& value, Tensor kv_cache, const Tensor& slot_mapping);
+void rotary_store_kv(const Tensor& positions, Tensor query, const Tensor& key, const Tensor& value,
+                     const Tensor& cos_sin_cache, Tensor kv_cache, const Tensor& slot_mapping,
+                     bool interleaved, std::optional<Tensor> query_norm_weight,
+                     std::optional<Tensor> key_norm_weight, double epsilon);
 void copy_blocks(Tensor kv_cache, const Tensor& mapping);
 void swap_blocks(const Tensor& source, Tensor destination, const Tensor& mapping);
 

@@ -216,6 +216,56 @@ def store_kv(key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor)
     _ops.store_kv(key, value, kv_cache, slot_mapping)
 
 
+def rotary_store_kv(
+    positions: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cos_sin_cache: Tensor,
+    kv_cache: Tensor,
+    slot_mapping: Tensor,
+    *,
+    interleaved: bool = False,
+    query_norm_weight: Tensor | None = None,
+    key_norm_weight: Tensor | None = None,
+    epsilon: float = 1e-6,
+) -> None:
+    """All between a layer's projection and its attention, in one pass: QK-norm, RoPE, the cache.
+
+    Gives what `rms_norm` over the heads of query and key (if there are weights), `rotary_embedding` and
+    `store_kv` give one after the other, but leaves key as it is: its rotated heads go to the cache only.
+
+    Args:
+        positions: int64 [num_tokens], contiguous; as in `rotary_embedding`.
+        query: dtype [num_tokens, num_heads, head_dim], normed and rotated in place; head_dim is
+            contiguous, other strides are free (a split view of a fused QKV is fine).
+        key, value: dtype [num_tokens, num_kv_heads, head_dim], likewise; only read.
+        cos_sin_cache: float32 [max_position, rotary_dim], contiguous; as in `rotary_embedding`.
+        kv_cache: dtype, one layer's view, written in place.
+        slot_mapping: int64 [num_tokens], contiguous; -1 stores nothing (query is still rotated).
+        interleaved: as in `rotary_embedding`.
+        query_norm_weight, key_norm_weight: dtype [head_dim], contiguous, or None: no norm.
+        epsilon: of the norms.
+
+    Raises:
+        ValueError: shapes, dtypes, devices or strides that do not fit, a head_dim above 256, a rotary_dim
+            that is odd or larger than head_dim; on the CPU also a slot or a position out of range.
+    """
+    _ops.rotary_store_kv(
+        positions,
+        query,
+        key,
+        value,
+        cos_sin_cache,
+        kv_cache,
+        slot_mapping,
+        interleaved,
+        query_norm_weight,
+        key_norm_weight,
+        epsilon,
+    )
+
+
 def copy_blocks(kv_cache: Tensor, mapping: Tensor) -> None:
     """Copies whole blocks within a cache: block `mapping[i, 0]` to block `mapping[i, 1]`.
 
@@ -442,6 +492,7 @@ def _register_fakes() -> None:
         "attention_plan",
         "paged_attention",
         "store_kv",
+        "rotary_store_kv",
         "copy_blocks",
         "swap_blocks",
         "sample_tokens",

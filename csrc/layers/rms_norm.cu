@@ -11,6 +11,7 @@
 #include "common/dtype.h"
 #include "layers/elements.cuh"
 #include "layers/rms_norm_cuda.h"
+#include "layers/row_math.cuh"
 
 namespace pagedinfer {
 
@@ -46,18 +47,6 @@ __device__ float sum_over(float value, int threads) {
   return __shfl_sync(0xffffffff, value, 0);
 }
 
-// x / rms(x) * weight, element by element.
-template <typename T, int kVec>
-__device__ Vector<T, kVec> normalised(const float (&x)[kVec], float factor,
-                                      const Vector<T, kVec>& weight) {
-  Vector<T, kVec> out;
-#pragma unroll
-  for (int e = 0; e < kVec; ++e) {
-    out.elements[e] = rounded<T>(rounded_through<T>(x[e] * factor) * to_float(weight.elements[e]));
-  }
-  return out;
-}
-
 template <typename T, int kVec, int kPerThread>
 __global__ void __launch_bounds__(kMaxThreadsOfLongRows)
     rms_norm_in_registers(const __grid_constant__ RmsNormParams p, int threads_per_row) {
@@ -81,7 +70,6 @@ __global__ void __launch_bounds__(kMaxThreadsOfLongRows)
     weights[j] = load_vector<kVec>(weight + i * kVec);
   }
 
-  float x[kPerThread][kVec];
   float sum = 0.0f;
 #pragma unroll
   for (int j = 0; j < kPerThread; ++j) {
@@ -95,11 +83,7 @@ __global__ void __launch_bounds__(kMaxThreadsOfLongRows)
       }
       store_vector(residual + i * kVec, inputs[j]);
     }
-#pragma unroll
-    for (int e = 0; e < kVec; ++e) {
-      x[j][e] = to_float(inputs[j].elements[e]);
-      sum += x[j][e] * x[j][e];
-    }
+    sum += sum_of_squares(inputs[j]);
   }
 
   const float mean = sum_over(sum, threads_per_row) / static_cast<float>(p.hidden);
@@ -108,7 +92,7 @@ __global__ void __launch_bounds__(kMaxThreadsOfLongRows)
 #pragma unroll
   for (int j = 0; j < kPerThread; ++j) {
     const int i = thread + j * threads_per_row;
-    if (i < vectors) store_vector(out + i * kVec, normalised(x[j], factor, weights[j]));
+    if (i < vectors) store_vector(out + i * kVec, normalised(inputs[j], factor, weights[j]));
   }
 }
 
@@ -134,16 +118,14 @@ __global__ void __launch_bounds__(kMaxThreadsOfLongRows)
       }
       store_vector(residual + i, v);
     }
-    for (int e = 0; e < kVec; ++e) sum += to_float(v.elements[e]) * to_float(v.elements[e]);
+    sum += sum_of_squares(v);
   }
 
   const float mean = sum_over(sum, blockDim.x) / static_cast<float>(p.hidden);
   const float factor = rsqrtf(mean + p.epsilon);
   for (int64_t i = threadIdx.x * kVec; i < p.hidden; i += blockDim.x * kVec) {
     const Vector<T, kVec> v = load_vector<kVec>(normed + i);
-    float x[kVec];
-    for (int e = 0; e < kVec; ++e) x[e] = to_float(v.elements[e]);
-    store_vector(out + i, normalised(x, factor, load_vector<kVec>(weight + i)));
+    store_vector(out + i, normalised(v, factor, load_vector<kVec>(weight + i)));
   }
 }
 

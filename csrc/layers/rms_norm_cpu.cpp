@@ -1,49 +1,18 @@
-#include <cmath>
-
 #include "common/parallel.h"
 #include "layers/cpu_elements.h"
 #include "layers/rms_norm.h"
+#include "layers/row_math_cpu.h"
 
 namespace pagedinfer {
 namespace CPU_ISA {
 namespace {
 
 constexpr int64_t kElementsPerTask = 16384;
-// Partial sums of squares: as many as the widest vector registers hold, on every instruction set,
-// so that all of them add in one order.
-constexpr int64_t kSums = 16;
-
-template <typename T>
-float sum_of_squares(const T* x, int64_t count) {
-  float sums[kSums] = {};
-  int64_t i = 0;
-  for (; i + kSums <= count; i += kSums) {
-#pragma omp simd
-    for (int64_t j = 0; j < kSums; ++j) {
-      const float value = to_float(x[i + j]);
-      sums[j] += value * value;
-    }
-  }
-  for (; i < count; ++i) sums[i % kSums] += to_float(x[i]) * to_float(x[i]);
-  for (int64_t width = kSums / 2; width > 0; width /= 2) {
-    for (int64_t j = 0; j < width; ++j) sums[j] += sums[j + width];
-  }
-  return sums[0];
-}
-
 template <typename T>
 void add_to(T* residual, const T* input, int64_t count) {
 #pragma omp simd
   for (int64_t i = 0; i < count; ++i) {
     residual[i] = rounded<T>(to_float(residual[i]) + to_float(input[i]));
-  }
-}
-
-template <typename T>
-void scale(const T* x, const T* weight, float factor, int64_t count, T* out) {
-#pragma omp simd
-  for (int64_t i = 0; i < count; ++i) {
-    out[i] = rounded<T>(rounded_through<T>(to_float(x[i]) * factor) * to_float(weight[i]));
   }
 }
 
@@ -61,8 +30,7 @@ void rms_norm_rows(const RmsNormParams& p, int64_t begin, int64_t end) {
       add_to(residual, x, p.hidden);
       x = residual;
     }
-    const float mean = sum_of_squares(x, p.hidden) / static_cast<float>(p.hidden);
-    scale(x, weight, 1.0f / std::sqrt(mean + p.epsilon), p.hidden, out);
+    normalise_row(x, weight, p.epsilon, p.hidden, out);
   }
 }
 

@@ -8,6 +8,7 @@
 #include "common/dtype.h"
 #include "layers/elements.cuh"
 #include "layers/rotary_embedding_cuda.h"
+#include "layers/row_math.cuh"
 
 namespace pagedinfer {
 
@@ -15,38 +16,14 @@ namespace {
 
 constexpr int kMaxThreads = 512;
 
-// No fused multiply-add: the CPU's bits.
-__device__ __forceinline__ void rotate(float& x, float& y, float cos, float sin) {
-  const float turned_x = __fsub_rn(__fmul_rn(x, cos), __fmul_rn(y, sin));
-  y = __fadd_rn(__fmul_rn(y, cos), __fmul_rn(x, sin));
-  x = turned_x;
-}
-
-// Rotates pairs [i, i + kPairs) of a head: two vectors of kVec elements.
+// Rotates pairs [i, i + kVec) of a head: two vectors of kVec elements.
 template <typename T, int kVec, bool kInterleaved>
-__device__ __forceinline__ void rotate_pairs(T* head, int i, int half, const float* cos,
-                                             const float* sin) {
-  // The two vectors: kVec first members and their seconds, or 2 * kVec neighbours.
+__device__ __forceinline__ void rotate_in_place(T* head, int i, int half, const float* cos,
+                                                const float* sin) {
   T* first = kInterleaved ? head + 2 * i : head + i;
   T* second = kInterleaved ? first + kVec : first + half;
   Vector<T, kVec> a = load_vector<kVec>(first), b = load_vector<kVec>(second);
-  float cosines[kVec], sines[kVec];
-  load_floats(cos + i, cosines);
-  load_floats(sin + i, sines);
-#pragma unroll
-  for (int e = 0; e < kVec; ++e) {
-    // Where pair e's members are, of the 2 * kVec elements at hand.
-    T& x_element = !kInterleaved  ? a.elements[e]
-                   : 2 * e < kVec ? a.elements[2 * e % kVec]
-                                  : b.elements[2 * e % kVec];
-    T& y_element = !kInterleaved      ? b.elements[e]
-                   : 2 * e + 1 < kVec ? a.elements[(2 * e + 1) % kVec]
-                                      : b.elements[(2 * e + 1) % kVec];
-    float x = to_float(x_element), y = to_float(y_element);
-    rotate(x, y, cosines[e], sines[e]);
-    x_element = rounded<T>(x);
-    y_element = rounded<T>(y);
-  }
+  rotate_pairs<kInterleaved>(a, b, cos + i, sin + i);
   store_vector(first, a);
   store_vector(second, b);
 }
@@ -71,7 +48,7 @@ __global__ void __launch_bounds__(kMaxThreads)
     const int i = unit % units_per_head * kVec;
     T* elements = head < num_heads ? query + head * p.query_stride_head
                                    : key + (head - num_heads) * p.key_stride_head;
-    rotate_pairs<T, kVec, kInterleaved>(elements, i, half, cos, sin);
+    rotate_in_place<T, kVec, kInterleaved>(elements, i, half, cos, sin);
   }
 }
 

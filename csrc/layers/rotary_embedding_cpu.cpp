@@ -1,6 +1,7 @@
 #include "common/parallel.h"
 #include "layers/cpu_elements.h"
 #include "layers/rotary_embedding.h"
+#include "layers/row_math_cpu.h"
 
 namespace pagedinfer {
 namespace CPU_ISA {
@@ -8,29 +9,10 @@ namespace {
 
 constexpr int64_t kElementsPerTask = 16384;
 
-// Element i of the pairs' first (second) members stands at x[i * Step] (y[i * Step]).
-template <int Step, typename T>
-void rotate(T* x, T* y, const float* cos, const float* sin, int64_t half) {
-#pragma omp simd
-  for (int64_t i = 0; i < half; ++i) {
-    const float a = to_float(x[i * Step]), b = to_float(y[i * Step]);
-    x[i * Step] = rounded<T>(a * cos[i] - b * sin[i]);
-    y[i * Step] = rounded<T>(b * cos[i] + a * sin[i]);
-  }
-}
-
 template <typename T>
 void rotate_heads(T* heads, int64_t num_heads, int64_t stride, const float* cos, int64_t half,
                   bool interleaved) {
-  const float* sin = cos + half;
-  for (int64_t h = 0; h < num_heads; ++h) {
-    T* head = heads + h * stride;
-    if (interleaved) {
-      rotate<2>(head, head + 1, cos, sin, half);
-    } else {
-      rotate<1>(head, head + half, cos, sin, half);
-    }
-  }
+  for (int64_t h = 0; h < num_heads; ++h) rotate_row(heads + h * stride, cos, half, interleaved);
 }
 
 }  // namespace
