@@ -1,25 +1,51 @@
-"""Which KV blocks each request holds: allocation, sharing through the prefix cache, release.
+"""Which KV blocks each request holds: allocation, sharing, copy on write, swap, release.
 
-Invariants: a request's blocks hold its first `capacity` tokens in order; a block in more tables than one
-is only ever written by its first owner, at positions that the others do not read.
+Invariants:
+- A request's blocks hold its first `capacity` tokens in order.
+- A block in more tables than one is written by its first owner only, at positions that the others do
+  not read. A fork gets a copy of its last partial block when it is admitted, before it writes.
+- Within a step the runner swaps out, swaps in, copies, and only then computes. What a later of these
+  reads must not be handed out again while the step is being scheduled: it is pinned until `end_step`.
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from pagedinfer._core import BlockPool
+from pagedinfer.engine.batch import Batch
 from pagedinfer.engine.request import Request
 from pagedinfer.engine.scheduler_config import SchedulerConfig
 
 _NEVER = 1 << 62
 
 
+class Prefix(NamedTuple):
+    """Leading full blocks of a request that need not be computed."""
+
+    blocks: list[int]  # on the device
+    cpu_blocks: list[int]  # behind them, in the second tier: to be brought back
+
+    def __len__(self) -> int:
+        return len(self.blocks) + len(self.cpu_blocks)
+
+
 class KVCacheManager:
-    """Hands the blocks of the device's pool to requests."""
+    """Hands the blocks of the device's pool and of the CPU's pool to requests."""
 
     def __init__(self, config: SchedulerConfig) -> None:
         self.block_size = config.block_size
         self.pool = BlockPool(config.num_blocks, config.block_size)
+        self.cpu_pool = BlockPool(config.num_cpu_blocks, config.block_size)
         self._caching = config.enable_prefix_caching
+        if self._caching and config.num_cpu_blocks:
+            self.pool.set_lower_tier(self.cpu_pool)
+        # Of the step that is being scheduled:
+        self._swaps_out: list[tuple[int, int]] = []
+        self._swaps_in: list[tuple[int, int]] = []
+        self._copies: list[tuple[int, int]] = []
+        self._pinned: list[int] = []
+        self._pinned_cpu: list[int] = []
 
     @property
     def num_free(self) -> int:
@@ -30,26 +56,78 @@ class KVCacheManager:
         """Blocks that `num_tokens` tokens take."""
         return -(-num_tokens // self.block_size)
 
+    def end_step(self, batch: Batch) -> None:
+        """Gives the batch its swaps and copies; what they read may be handed out from now on."""
+        if self._swaps_out or self._swaps_in or self._copies:
+            batch.swaps_out += self._swaps_out
+            batch.swaps_in += self._swaps_in
+            batch.copies += self._copies
+            self._swaps_out, self._swaps_in, self._copies = [], [], []
+        demotions = self.pool.take_demotions()
+        if demotions:
+            batch.swaps_out += demotions
+            # Sequences are evicted from their end; here too the end must be the first to go.
+            self.cpu_pool.release([cpu_block for _, cpu_block in reversed(demotions)])
+        if self._pinned:
+            self.pool.release(self._pinned)
+            self._pinned = []
+        if self._pinned_cpu:
+            self.cpu_pool.release(self._pinned_cpu)
+            self._pinned_cpu = []
+
     # ---- a request comes, grows and goes ----
 
-    def find_prefix(self, request: Request) -> list[int]:
-        """Blocks that hold the leading full blocks of its tokens; at least one token is left over."""
-        if not self._caching:
-            return []
+    def find_prefix(self, request: Request) -> Prefix:
+        """The known blocks that a waiting request begins with; at least one token is left over.
+
+        None for a request that holds KV of its own: one that is swapped out, or a fork.
+        """
+        if (
+            not self._caching
+            or request.block_ids
+            or request.cpu_block_ids
+            or request.skip_reading_prefix_cache
+        ):
+            return Prefix([], [])
         num_full_blocks = (len(request.token_ids) - 1) // self.block_size
-        return self.pool.match(request.token_ids, num_full_blocks, request.cache_salt)[0]
+        return Prefix(*self.pool.match(request.token_ids, num_full_blocks, request.cache_salt))
 
-    def num_needed(self, prefix: list[int], num_tokens: int) -> int:
-        """How many fewer blocks are free once a request of `num_tokens` that begins with `prefix` is in."""
-        return self.blocks_for(num_tokens) - len(prefix) + self.pool.num_unreferenced(prefix)
+    def num_needed(self, request: Request, prefix: Prefix, num_tokens: int) -> int:
+        """How many fewer blocks are free once a waiting request is admitted with room for `num_tokens`.
 
-    def admit(self, request: Request, prefix: list[int], num_tokens: int) -> None:
-        """Gives `request`, which holds nothing, `prefix` and blocks for the rest of `num_tokens`."""
-        self.pool.acquire(prefix)
-        request.block_ids = prefix + self.pool.allocate(self.blocks_for(num_tokens) - len(prefix))
+        For a swapped one an upper bound: it may find blocks of its own still in the prefix cache.
+        """
+        total = self.blocks_for(num_tokens)
+        if request.block_ids:
+            return total - len(request.block_ids) + self._must_copy_tail(request)
+        return total - len(prefix.blocks) + self.pool.num_unreferenced(prefix.blocks)
+
+    def admit(self, request: Request, prefix: Prefix, num_tokens: int) -> None:
+        """Gives a waiting request its KV (`prefix`, or what it holds) and room for `num_tokens` tokens.
+
+        Afterwards its `num_computed_tokens` say where it goes on. `num_needed` blocks must be free.
+        """
+        if request.cpu_block_ids:
+            cpu_blocks, request.cpu_block_ids = request.cpu_block_ids, []
+            request.block_ids = self._bring_back(cpu_blocks)
+        elif request.block_ids:
+            self._copy_tail(request)
+        else:
+            self._take_prefix(request, prefix)
+        missing = self.blocks_for(num_tokens) - len(request.block_ids)
+        if missing > 0:
+            request.block_ids += self.pool.allocate(missing)
         request.capacity = len(request.block_ids) * self.block_size
+
+    def _take_prefix(self, request: Request, prefix: Prefix) -> None:
+        self.pool.acquire(prefix.blocks)
+        request.block_ids = prefix.blocks.copy()
+        request.num_shared_blocks = len(prefix.blocks)
+        if prefix.cpu_blocks:
+            self.cpu_pool.acquire(prefix.cpu_blocks)
+            request.block_ids += self._bring_back(prefix.cpu_blocks)
         request.num_computed_tokens = len(prefix) * self.block_size
-        request.next_cacheable = request.num_computed_tokens + self.block_size if self._caching else _NEVER
+        self._set_cacheable(request, request.num_computed_tokens)
 
     def grow(self, request: Request, num_tokens: int) -> list[int]:
         """Adds blocks until `num_tokens` fit; returns them. There must be as many free."""
@@ -61,8 +139,66 @@ class KVCacheManager:
     def release(self, request: Request) -> None:
         """Takes back everything that `request` holds. Its full blocks stay known to the prefix cache."""
         self.pool.release(request.block_ids)
+        self.cpu_pool.release(request.cpu_block_ids)
         request.block_ids = []
-        request.capacity = 0
+        request.cpu_block_ids = []
+        request.capacity = request.num_shared_blocks = 0
+
+    # ---- swap ----
+
+    def swap_out(self, request: Request) -> bool:
+        """Moves a running request's KV to CPU blocks; False, and nothing is changed, if they are too few."""
+        num_blocks = self.blocks_for(request.num_computed_tokens)
+        moved = self.pool.transfer(request.block_ids[:num_blocks], self.cpu_pool)
+        if moved is None:
+            return False
+        self.release(request)
+        request.cpu_block_ids, copies = moved
+        self._swaps_out += copies
+        return True
+
+    def _bring_back(self, cpu_blocks: list[int]) -> list[int]:
+        """Device blocks for what referenced CPU blocks hold; their references end with the step."""
+        moved = self.cpu_pool.transfer(cpu_blocks, self.pool)
+        if moved is None:
+            raise ValueError(f"{len(cpu_blocks)} blocks cannot come back: {self.num_free} are free")
+        blocks, copies = moved
+        self._swaps_in += copies
+        self._pinned_cpu += cpu_blocks
+        return blocks
+
+    # ---- forks ----
+
+    def fork(self, parent: Request, child: Request) -> None:
+        """Lets `child`, which holds nothing, share the KV that it has in common with a running `parent`.
+
+        All of it but the child's last token, which has to be computed for its logits.
+        """
+        num_tokens = min(parent.num_computed_tokens, child.num_tokens - 1)
+        num_blocks = self.blocks_for(num_tokens)
+        child.block_ids = parent.block_ids[:num_blocks]
+        self.pool.acquire(child.block_ids)
+        child.num_computed_tokens = num_tokens
+        child.num_shared_blocks = num_blocks
+        child.capacity = num_blocks * self.block_size
+        self._set_cacheable(child, min(num_tokens, parent.next_cacheable - self.block_size))
+
+    def _copy_tail(self, child: Request) -> None:
+        """Gives a fork a last block of its own, if it needs one to go on."""
+        if self._must_copy_tail(child):
+            shared = child.block_ids[-1]
+            (own,) = self.pool.allocate(1)
+            self._copies.append((shared, own))
+            self._pinned.append(shared)
+            child.block_ids[-1] = own
+            child.num_shared_blocks -= 1
+
+    def _must_copy_tail(self, child: Request) -> bool:
+        """Whether a fork's next token goes into a block that others read or that the cache knows."""
+        if child.num_computed_tokens % self.block_size == 0:
+            return False
+        tail = child.block_ids[-1]
+        return self.pool.ref_count(tail) > 1 or self.pool.is_cached(tail)
 
     # ---- the prefix cache ----
 
@@ -79,6 +215,11 @@ class KVCacheManager:
             self.pool.insert(request.block_ids, first, last, request.token_ids, request.cache_salt)
             request.next_cacheable = (last + 1) * self.block_size
 
+    def _set_cacheable(self, request: Request, num_known: int) -> None:
+        """Full blocks within the first `num_known` tokens are known already."""
+        full = num_known // self.block_size * self.block_size
+        request.next_cacheable = full + self.block_size if self._caching else _NEVER
+
     def forget(self, request: Request) -> None:
         """Its blocks must not serve anybody else: what they hold is suspect."""
         self.pool.forget(request.block_ids)
@@ -86,3 +227,4 @@ class KVCacheManager:
     def reset_prefix_cache(self) -> None:
         """Forgets every known block. Requests that run keep theirs, and share none of them later."""
         self.pool.reset_cache()
+        self.cpu_pool.reset_cache()

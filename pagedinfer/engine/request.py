@@ -53,6 +53,8 @@ class Request:
         priority: lower is more urgent; looked at under `scheduling_policy="priority"` only.
         arrival_time: seconds since the epoch; now, if not given.
         cache_salt: blocks are shared only with requests of the same salt.
+        skip_reading_prefix_cache: compute every token of the prompt, even if the cache has it (for the
+            log-probabilities of the prompt).
         output_token_ids: tokens that count as generated already (a fork of a running request).
     """
 
@@ -61,8 +63,11 @@ class Request:
         "block_ids",
         "cache_salt",
         "capacity",
+        "cpu_block_ids",
+        "ends_by_length_only",
         "eos_token_ids",
         "finished",
+        "fork_parent",
         "max_total_tokens",
         "min_total_tokens",
         "next_cacheable",
@@ -70,11 +75,13 @@ class Request:
         "num_computed_tokens",
         "num_preemptions",
         "num_prompt_tokens",
+        "num_shared_blocks",
         "num_tokens",
         "priority",
         "request_id",
         "sampling_params",
         "seed",
+        "skip_reading_prefix_cache",
         "slot",
         "status",
         "stop_reason",
@@ -94,6 +101,7 @@ class Request:
         priority: int = 0,
         arrival_time: float | None = None,
         cache_salt: str = "",
+        skip_reading_prefix_cache: bool = False,
         output_token_ids: Sequence[int] = (),
     ) -> None:
         if not prompt_token_ids:
@@ -105,6 +113,7 @@ class Request:
         self.priority = priority
         self.arrival_time = time.time() if arrival_time is None else arrival_time
         self.cache_salt = cache_salt
+        self.skip_reading_prefix_cache = skip_reading_prefix_cache
 
         # Tokens: the prompt and what was generated and is known to the host. Those that a step in
         # flight draws count in num_tokens from the moment that the step is scheduled.
@@ -116,6 +125,7 @@ class Request:
         # When to stop. A stop token counts from position min_total_tokens on.
         stop_token_ids = frozenset(sampling_params.stop_token_ids or ())
         self.stop_set = stop_token_ids if sampling_params.ignore_eos else stop_token_ids | eos_token_ids
+        self.ends_by_length_only = not self.stop_set and not getattr(sampling_params, "stop", None)
         self.min_total_tokens = self.num_prompt_tokens + (getattr(sampling_params, "min_tokens", 0) or 0)
         self.max_total_tokens = 0  # set when it is added: prompt + max_tokens, at most max_model_len
         self.status = RequestStatus.WAITING
@@ -126,6 +136,9 @@ class Request:
         self.slot = -1
         self.block_ids: list[int] = []
         self.capacity = 0  # tokens that these blocks have room for
+        self.cpu_block_ids: list[int] = []  # while it is swapped out
+        self.num_shared_blocks = 0  # of block_ids, those that it found rather than allocated
+        self.fork_parent: Request | None = None  # whose KV it waits for
         self.next_cacheable = 0  # once so many tokens are computed, another full block can be cached
 
         self.urgency: tuple[int, int, int] = (0, 0, 0)  # the smaller, the more urgent; set when it is added

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Iterator
-from operator import attrgetter
 
 from pagedinfer.engine.request import Request
-
-by_urgency = attrgetter("urgency")
 
 
 class RequestQueue:
@@ -26,9 +23,6 @@ class RequestQueue:
     def __iter__(self) -> Iterator[Request]:
         """From the most urgent on."""
         return reversed(self._reversed)
-
-    def least_urgent_first(self) -> Iterator[Request]:
-        return iter(self._reversed)
 
     def first(self) -> Request:
         return self._reversed[-1]

@@ -7,38 +7,42 @@ the most urgent in front; then waiting ones are admitted in the order of their u
 
 Both counters advance in `schedule`, before the step has run: a token that is being drawn counts as a
 token whose id is not known yet. The next step can thus be scheduled while this one is under way.
+
+Why nobody starves: only the least urgent running request is ever preempted, so the most urgent one
+always gets its blocks; admission is in order, so it never overtakes; and what is preempted goes back to
+its place in the order, ahead of all that never ran.
 """
 
 from __future__ import annotations
 
-import heapq
-from bisect import bisect_left, insort
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from pagedinfer.engine.admission import AdmissionControl
 from pagedinfer.engine.batch import AdmittedRequest, Batch, ScheduledRequest, StepOutput
-from pagedinfer.engine.kv_cache_manager import KVCacheManager
+from pagedinfer.engine.forks import PendingForks, check_fork
+from pagedinfer.engine.kv_cache_manager import KVCacheManager, Prefix
+from pagedinfer.engine.preemption import PreemptionCosts
 from pagedinfer.engine.request import Request, RequestStatus
-from pagedinfer.engine.request_queue import RequestQueue, by_urgency
+from pagedinfer.engine.request_queue import RequestQueue
+from pagedinfer.engine.request_update import RequestUpdate
+from pagedinfer.engine.running_requests import RunningRequests
 from pagedinfer.engine.scheduler_config import SchedulerConfig
-from pagedinfer.errors import RequestTooLargeError
+from pagedinfer.engine.size_limits import max_total_tokens
+from pagedinfer.engine.stats import SchedulerCounters, SchedulerStats, WaitingReason, collect_stats
 
 __all__ = ["RequestUpdate", "Scheduler", "SchedulerConfig"]
 
+_RETRY_STEPS = 16  # after so many steps a refused request is looked at again, whatever happened
+
 
 @dataclass(slots=True)
-class RequestUpdate:
-    """What a step meant for one request: a token, its end, or both."""
+class _Step:
+    """A step while it is being scheduled."""
 
-    request: Request
-    row: int  # its row in the StepOutput
-    new_token_ids: list[int]  # empty if no token could be sampled
-    logprobs: list[float]  # of these tokens
-    finish_reason: str | None = None  # "stop", "length" or "error"; None: goes on
-    stop_reason: int | str | None = None  # the stop token's id; None for EOS
-
-    @property
-    def request_id(self) -> str:
-        return self.request.request_id
+    batch: Batch
+    budget: int  # tokens that may still be added
+    sampling: list[Request] = field(default_factory=list)  # those that draw a token
+    short_of_blocks: bool = False  # somebody was preempted or got no block: no time for newcomers
 
 
 class Scheduler:
@@ -49,15 +53,27 @@ class Scheduler:
 
     def __init__(self, config: SchedulerConfig) -> None:
         self.config = config
-        self.kv = KVCacheManager(config)
-        self.requests: dict[str, Request] = {}  # all unfinished ones
-        self.running: list[Request] = []  # the most urgent first
-        self.waiting = RequestQueue()
-        self._free_slots = list(range(config.max_num_seqs))  # a heap: low slots first
-        self._released_slots: list[int] = []  # not told to the runner yet
+        self.costs = PreemptionCosts()
+        self.admission = AdmissionControl(config)
+        self.counters = SchedulerCounters()
         self._step = 0
         self._num_arrivals = 0
+        self._num_forks = 0
+        self._clear()
+
+    def _clear(self) -> None:
+        """No requests, all blocks and slots free, nothing known."""
+        config = self.config
+        self.kv = KVCacheManager(config)
+        self.requests: dict[str, Request] = {}  # all unfinished ones
+        self.running = RunningRequests(config.max_num_seqs)
+        self.waiting = RequestQueue()  # swapped ones included
+        self.forks = PendingForks()  # waiting too, but not in the queue yet
+        self._holding: dict[Request, None] = {}  # forks in the queue that share KV already
         self._sampling: dict[int, list[Request]] = {}  # per step in flight, the requests that draw a token
+        self._waiting_reason: WaitingReason | None = None
+        self._refused: tuple[Request, int] | None = None  # and the admission's events by then
+        self._retry_step = 0
 
     # ---- requests come and go ----
 
@@ -65,44 +81,54 @@ class Scheduler:
         """Queues a request.
 
         Raises:
-            ValueError: an unfinished request has the same id.
+            ValueError: an unfinished request has the same id, or there is nothing to generate.
             RequestTooLargeError: it can never run; the message has both sizes and what to change.
         """
-        if request.request_id in self.requests:
-            raise ValueError(f"there is an unfinished request {request.request_id!r} already")
-        self._check_size(request)
-        self._num_arrivals += 1
         priority = request.priority if self.config.scheduling_policy == "priority" else 0
-        request.urgency = (priority, self._num_arrivals, 0)
-        self.requests[request.request_id] = request
+        self._register(request, (priority, self._num_arrivals + 1, 0))
+        self._num_arrivals += 1
         self.waiting.add(request)
 
-    def _check_size(self, request: Request) -> None:
-        config = self.config
-        num_tokens = request.num_tokens
-        if num_tokens >= config.max_model_len:
-            raise RequestTooLargeError(
-                f"request {request.request_id!r}: its prompt has {num_tokens} tokens, and with at least one "
-                f"token to generate that is more than max_model_len={config.max_model_len}; shorten the "
-                f"prompt or raise max_model_len"
-            )
-        max_tokens = request.sampling_params.max_tokens
-        max_total = config.max_model_len
-        if max_tokens is not None:
-            max_total = min(max_total, request.num_prompt_tokens + max_tokens)
-        if max_total <= num_tokens:
-            raise ValueError(
-                f"request {request.request_id!r}: max_tokens={max_tokens} leaves nothing to generate "
-                f"after {num_tokens - request.num_prompt_tokens} tokens"
-            )
-        if max_total - 1 > config.num_kv_tokens:  # the last token's KV is never needed
-            raise RequestTooLargeError(
-                f"request {request.request_id!r}: its prompt of {request.num_prompt_tokens} tokens and up to "
-                f"{max_total - request.num_prompt_tokens} generated ones need KV memory for "
-                f"{max_total - 1} tokens, but there is room for {config.num_kv_tokens}; lower max_tokens, "
-                f"shorten the prompt or raise gpu_memory_utilization (kv_cache_memory_bytes on a CPU)"
-            )
-        request.max_total_tokens = max_total
+    def fork(self, parent_id: str, child: Request) -> None:
+        """Queues a request that shares the KV of an unfinished one, with its urgency.
+
+        All tokens of `child` but the last must be the first of its parent's: the prompt alone for a
+        further choice of it, or all that was generated, with another last token, for a beam. It waits
+        until its parent has computed what they share, computes nothing of that again, and goes on alone
+        whatever becomes of its parent.
+
+        Raises:
+            ValueError: there is no such parent, or the tokens or the cache_salt differ; and as
+                `add_request`.
+            RequestTooLargeError: as `add_request`.
+        """
+        parent = self.requests.get(parent_id)
+        if parent is None:
+            raise ValueError(f"there is no unfinished request {parent_id!r} to fork from")
+        check_fork(parent, child)
+        priority, arrival, _ = parent.urgency
+        self._register(child, (priority, arrival, self._num_forks + 1))
+        self._num_forks += 1
+        self.forks.add(parent, child)
+        self._start_forks()
+
+    def _register(self, request: Request, urgency: tuple[int, int, int]) -> None:
+        if request.request_id in self.requests:
+            raise ValueError(f"there is an unfinished request {request.request_id!r} already")
+        request.max_total_tokens = max_total_tokens(request, self.config)
+        request.urgency = urgency
+        self.requests[request.request_id] = request
+
+    def _start_forks(self) -> None:
+        for parent, child in self.forks.take_ready():
+            self._start_fork(parent, child)
+
+    def _start_fork(self, parent: Request, child: Request) -> None:
+        """Queues a fork, with what it can share of a running parent."""
+        if parent.num_computed_tokens > 0:
+            self.kv.fork(parent, child)
+            self._holding[child] = None
+        self.waiting.add(child)
 
     def abort_request(self, request_id: str) -> bool:
         """Ends a request in whatever state it is; False if there is no such unfinished request."""
@@ -121,22 +147,59 @@ class Scheduler:
         self._finish(request, status)
         return True
 
-    def abort_all(self) -> list[Request]:
-        """Ends every request and forgets the prefix cache: the way back after a step that failed.
+    def _finish(self, request: Request, status: RequestStatus) -> None:
+        was_running = request.status is RequestStatus.RUNNING
+        for child in self.forks.take(request):
+            if was_running:
+                self._start_fork(request, child)
+            else:
+                self.waiting.add(child)
+        if was_running:
+            self.running.remove(request)
+        elif request.fork_parent is not None:
+            self.forks.remove(request)
+        else:
+            self.waiting.remove(request)
+            self._holding.pop(request, None)
+        self.kv.release(request)
+        request.status = status
+        request.finished = True
+        del self.requests[request.request_id]
+        self.counters.num_finished[status.finish_reason or ""] += 1
+        complete = status in (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH)
+        self.admission.observe_end(request, complete=complete)
 
-        A step that was scheduled and did not run leaves blocks that are known but were never computed,
-        and slots that the runner was not told of; the next batch therefore releases all slots.
+    def abort_all(self) -> list[Request]:
+        """Ends every request and starts afresh: the way back after a step that failed, wherever it did.
+
+        Nothing that was known is trusted any more: a step that did not run leaves blocks that count as
+        computed, and slots that the runner was not told of. The next batch therefore releases all slots.
         """
         aborted = list(self.requests.values())
         for request in aborted:
-            self._finish(request, RequestStatus.FINISHED_ABORTED)
-        self.kv.reset_prefix_cache()
-        self._sampling.clear()
-        self._released_slots = list(range(self.config.max_num_seqs))
+            request.status = RequestStatus.FINISHED_ABORTED
+            request.finished = True
+            request.block_ids, request.cpu_block_ids, request.slot = [], [], -1
+        self.counters.num_finished["abort"] += len(aborted)
+        self._clear()
+        self.running.release_all_slots()
         return aborted
 
     def has_unfinished_requests(self) -> bool:
         return bool(self.requests)
+
+    def reset_prefix_cache(self) -> None:
+        """Forgets the KV of earlier prompts; requests that run keep theirs and finish with it."""
+        self.kv.reset_prefix_cache()
+
+    def stats(self) -> SchedulerStats:
+        """How things stand between two steps."""
+        return collect_stats(self)
+
+    @property
+    def waiting_reason(self) -> WaitingReason | None:
+        """What the first waiting request lacked in the last step; None if nobody waits."""
+        return self._waiting_reason if self.waiting else None
 
     # ---- one step ----
 
@@ -146,25 +209,49 @@ class Scheduler:
         An empty batch (`Batch.is_empty`) need not be executed, and must not be updated.
         """
         self._step += 1
-        batch = Batch(self._step)
-        sampling: list[Request] = []
-        budget, short_of_blocks = self._schedule_running(batch, sampling)
-        if self.waiting and not short_of_blocks:
-            self._admit(batch, sampling, budget)
+        step = _Step(Batch(self._step), self.config.max_num_batched_tokens)
+        self._start_forks()
+        first = 0
+        if self.waiting and self.config.scheduling_policy == "priority":
+            first = self._schedule_urgent(step)
+        self._schedule_running(step, first, len(self.running))
+        if self.waiting:
+            self._waiting_reason = "blocks"
+            while not step.short_of_blocks and self.waiting and self._admit_first(step):
+                pass
+        batch = step.batch
+        self.kv.end_step(batch)
         if not batch.is_empty():
-            batch.released_slots, self._released_slots = self._released_slots, []
-            self._sampling[batch.step] = sampling
+            batch.released_slots = self.running.take_released_slots()
+            self._sampling[batch.step] = step.sampling
+            self.counters.count_batch(batch, self.config.max_num_batched_tokens - step.budget)
         return batch
 
-    def _schedule_running(self, batch: Batch, sampling: list[Request]) -> tuple[int, bool]:
-        """Returns the token budget that is left, and whether somebody lacked blocks."""
-        running = self.running
-        num_running = len(running)
-        budget = self.config.max_num_batched_tokens
+    def _schedule_urgent(self, step: _Step) -> int:
+        """Admits those that are strictly more urgent than somebody running, if need be in their place.
+
+        Requests that run and are at least as urgent go first. Returns how many of the running ones,
+        from the front on, have had their turn.
+        """
+        done = 0
+        while self.waiting and done < len(self.running):
+            priority = self.waiting.first().urgency[0]
+            peers = self.running.num_at_least_as_urgent(priority)
+            if peers == len(self.running):
+                break
+            self._schedule_running(step, done, peers)
+            done = min(peers, len(self.running))
+            if not self._admit_first(step):
+                break
+            done += 1
+        return done
+
+    def _schedule_running(self, step: _Step, first: int, last: int) -> None:
+        """Gives running requests `first` to `last` their next tokens, while budget and blocks last."""
+        running = self.running.by_urgency
         decodes_behind: int | None = None  # running requests behind this one that want a single token
-        stalled = False
-        index = 0
-        while index < len(running) and budget > 0:
+        index = first
+        while index < last and step.budget > 0:
             request = running[index]
             index += 1
             start = request.num_computed_tokens
@@ -176,61 +263,32 @@ class Scheduler:
                     continue  # a step in flight is drawing its last token
             else:
                 if decodes_behind is None:
-                    decodes_behind = sum(r.num_tokens - r.num_computed_tokens == 1 for r in running[index:])
+                    decodes_behind = _num_decodes(running, index)
                 # A long prompt leaves those behind it their next token, and gets one itself at least.
-                num_tokens = self._chunk(num_tokens, max(1, budget - decodes_behind))
+                num_tokens = self._chunk(num_tokens, max(1, step.budget - decodes_behind))
             new_blocks: list[int] = []
             if start + num_tokens > request.capacity:
-                if not self._make_room(request, start + num_tokens):
-                    stalled = True
+                if not self._make_room(step, request, start + num_tokens):
                     break
                 new_blocks = self.kv.grow(request, start + num_tokens)
-            budget -= num_tokens
-            self._compute(request, num_tokens, new_blocks, batch, sampling)
-        return budget, stalled or len(running) < num_running
+                last = min(last, len(running))
+            self._compute(step, request, num_tokens, new_blocks)
 
-    def _make_room(self, request: Request, num_tokens: int) -> bool:
-        """Preempts from the least urgent on until `request` can grow; False if it is itself the last.
-
-        It then keeps what it holds and waits: whoever is more urgent may still take its blocks.
-        """
-        needed = self.kv.blocks_for(num_tokens - request.capacity)
-        while self.kv.num_free < needed:
-            if self.running[-1] is request:
-                return False
-            self._preempt(self.running[-1])
-        return True
-
-    def _preempt(self, request: Request) -> None:
-        """Back to the waiting ones, its KV to be computed again."""
-        self._leave_slot(request)
-        self.kv.release(request)
-        request.num_computed_tokens = 0
-        request.num_preemptions += 1
-        request.status = RequestStatus.WAITING
-        self.waiting.add(request)
-
-    def _admit(self, batch: Batch, sampling: list[Request], budget: int) -> None:
-        """Admits waiting requests in their order while slots, budget and blocks last."""
-        while self.waiting and self._free_slots and budget > 0:
-            request = self.waiting.first()
-            if request.has_unknown_tokens:
-                break  # preempted while a step in flight draws its token
-            prefix = self.kv.find_prefix(request)
-            start = len(prefix) * self.kv.block_size
-            num_tokens = self._chunk(request.num_tokens - start, budget)
-            if num_tokens > budget:
-                break
-            reserve = int(self.config.watermark * self.config.num_blocks) if self.running else 0
-            if self.kv.num_needed(prefix, start + num_tokens) + reserve > self.kv.num_free:
-                break
-            self.waiting.pop()
-            self.kv.admit(request, prefix, start + num_tokens)
-            if request.num_preemptions == 0:
-                request.num_cached_tokens = start
-            self._take_slot(request, batch)
-            budget -= num_tokens
-            self._compute(request, num_tokens, [], batch, sampling)
+    def _compute(self, step: _Step, request: Request, num_tokens: int, new_blocks: list[int]) -> None:
+        """Puts the next `num_tokens` tokens of a running request into the step."""
+        start = request.num_computed_tokens
+        end = start + num_tokens
+        request.num_computed_tokens = end
+        step.budget -= num_tokens
+        sample = end == request.num_tokens
+        if sample:
+            request.num_tokens += 1
+            step.sampling.append(request)
+        if num_tokens > 1 and end >= request.next_cacheable:
+            self.kv.cache_full_blocks(request)  # a decode's block is cached when its token is known
+        step.batch.requests.append(
+            ScheduledRequest(request.request_id, request.slot, start, num_tokens, sample, new_blocks)
+        )
 
     def _chunk(self, num_tokens: int, budget: int) -> int:
         """How many of a prompt's `num_tokens` tokens this step computes; may exceed the budget unchunked."""
@@ -240,33 +298,144 @@ class Scheduler:
             num_tokens = min(num_tokens, self.config.long_prefill_token_threshold)
         return min(num_tokens, budget)
 
-    def _compute(
-        self,
-        request: Request,
-        num_tokens: int,
-        new_block_ids: list[int],
-        batch: Batch,
-        sampling: list[Request],
-    ) -> None:
-        """Puts the next `num_tokens` tokens of a running request into the batch."""
-        start = request.num_computed_tokens
-        end = start + num_tokens
-        request.num_computed_tokens = end
-        sample = end == request.num_tokens
-        if sample:
-            request.num_tokens += 1
-            sampling.append(request)
-        if num_tokens > 1:  # a decode's block can be cached when its token is known: see update
-            self._cache_full_blocks(request)
-        batch.requests.append(
-            ScheduledRequest(request.request_id, request.slot, start, num_tokens, sample, new_block_ids)
-        )
+    # ---- too few blocks ----
 
-    def _take_slot(self, request: Request, batch: Batch) -> None:
-        request.slot = heapq.heappop(self._free_slots)
+    def _make_room(self, step: _Step, request: Request, num_tokens: int) -> bool:
+        """Preempts from the least urgent on until `request` can grow; False if it is itself the last.
+
+        It then keeps what it holds and waits: whoever is more urgent may still take its blocks.
+        """
+        needed = self.kv.blocks_for(num_tokens - request.capacity)
+        if self.kv.num_free < needed:
+            self._shed_forks(None)
+        while self.kv.num_free < needed:
+            step.short_of_blocks = True
+            if self.running.least_urgent is request:
+                self.counters.num_stalls += 1
+                return False
+            self._preempt(self.running.least_urgent)
+            self.admission.observe_preemption()
+        return True
+
+    def _shed_forks(self, keep: Request | None) -> None:
+        """Forks that wait give up the KV that they share; they compute it again if nobody else has it."""
+        for fork in list(self._holding):
+            if fork is not keep:
+                del self._holding[fork]
+                self.kv.release(fork)
+                fork.num_computed_tokens = 0
+
+    def _preempt(self, request: Request) -> None:
+        """Back to the waiting ones, its KV in CPU blocks or to be computed again."""
+        self.running.remove(request)
+        mode = self.config.preemption_mode
+        if mode == "auto":
+            num_blocks = self.kv.blocks_for(request.num_computed_tokens)
+            prefer_swap = self.costs.prefer_swap(num_blocks, request.num_computed_tokens)
+            mode = "swap" if prefer_swap else "recompute"
+        if mode == "swap" and self.kv.swap_out(request):
+            request.status = RequestStatus.SWAPPED
+            self.counters.num_preemptions_swap += 1
+        else:
+            self.kv.release(request)
+            request.num_computed_tokens = 0
+            request.status = RequestStatus.WAITING
+            self.counters.num_preemptions_recompute += 1
+        request.num_preemptions += 1
+        self.waiting.add(request)
+
+    def _displace(self, step: _Step, request: Request, needed: int) -> bool:
+        """Preempts strictly less urgent requests until `request` has a slot and `needed` free blocks.
+
+        False, and nobody is preempted, if that cannot be enough.
+        """
+        victims = self.running.by_urgency[self.running.num_at_least_as_urgent(request.urgency[0]) :]
+        to_gain = needed - self.kv.num_free
+        if (not self.running.has_free_slot and not victims) or to_gain > sum(
+            len(v.block_ids) for v in victims
+        ):
+            return False
+        while victims and (not self.running.has_free_slot or self.kv.num_free < needed):
+            step.short_of_blocks = True
+            self._preempt(victims.pop())
+            self.counters.num_displaced += 1
+        return self.kv.num_free >= needed
+
+    # ---- admission ----
+
+    def _admit_first(self, step: _Step) -> bool:
+        """Admits the first waiting request; False if it has to go on waiting."""
+        request = self.waiting.first()
+        if request.has_unknown_tokens:
+            return False  # preempted while a step in flight draws its token
+        if step.budget <= 0:
+            self._waiting_reason = "tokens"
+            return False
+        peers = self.running.num_at_least_as_urgent(request.urgency[0])
+        if not self.running.has_free_slot and peers == len(self.running):
+            self._waiting_reason = "slots"
+            return False
+        refusal = (request, self.admission.num_events)
+        if self.running and self._refused == refusal and self._step < self._retry_step:
+            return False
+        prefix = self._find_prefix(request)
+        start = max(request.num_computed_tokens, len(prefix) * self.kv.block_size)
+        reserved = _num_decodes(self.running.by_urgency, peers)  # next tokens of the less urgent
+        num_tokens = self._chunk(request.num_tokens - start, max(1, step.budget - reserved))
+        if num_tokens > step.budget:
+            self._waiting_reason = "tokens"
+            return False
+        if not self._find_room(step, request, prefix, start + num_tokens, peers):
+            self._waiting_reason = "blocks"
+            self._refused, self._retry_step = refusal, self._step + _RETRY_STEPS
+            return False
+        self._refused = None
+        self._admit(step, request, prefix, num_tokens)
+        return True
+
+    def _find_prefix(self, request: Request) -> Prefix:
+        prefix = self.kv.find_prefix(request)
+        num_behind = len(prefix.cpu_blocks)
+        if num_behind and not self.costs.prefer_fetch(num_behind, num_behind * self.kv.block_size):
+            prefix = Prefix(prefix.blocks, [])
+        return prefix
+
+    def _find_room(self, step: _Step, request: Request, prefix: Prefix, num_tokens: int, peers: int) -> bool:
+        """Whether `request` may be admitted with room for `num_tokens` tokens; displaces if it must."""
+        kv = self.kv
+        needed = kv.num_needed(request, prefix, num_tokens)
+        if not self.running:
+            if needed > kv.num_free:
+                self._shed_forks(request)
+                needed = kv.num_needed(request, prefix, num_tokens)
+            if needed > kv.num_free:
+                self._shed_forks(None)  # its own copy of a shared block is what is too much
+            return needed <= kv.num_free
+        if peers:
+            # Those less urgent do not count: if it comes to that, they give way.
+            whole = kv.num_needed(request, prefix, request.num_tokens)
+            shared = request.num_shared_blocks or len(prefix.blocks)
+            num_own = kv.blocks_for(request.num_tokens) - shared
+            num_used = self.config.num_blocks - kv.num_free + whole
+            num_used -= sum(len(r.block_ids) - r.num_shared_blocks for r in self.running.by_urgency[peers:])
+            if not self.admission.fits(self.running.by_urgency[:peers], request, num_own, num_used):
+                return False
+        if needed > kv.num_free or not self.running.has_free_slot:
+            return self._displace(step, request, needed)
+        return True
+
+    def _admit(self, step: _Step, request: Request, prefix: Prefix, num_tokens: int) -> None:
+        """Gives the first waiting request a slot and its next `num_tokens` tokens."""
+        self.waiting.pop()
+        self._holding.pop(request, None)
+        if request.num_preemptions == 0:
+            request.num_cached_tokens = len(prefix) * self.kv.block_size
+            self.counters.count_admission(request, len(prefix.cpu_blocks) * self.kv.block_size)
+        start = max(request.num_computed_tokens, len(prefix) * self.kv.block_size)
+        self.kv.admit(request, prefix, start + num_tokens)
         request.status = RequestStatus.RUNNING
-        insort(self.running, request, key=by_urgency)
-        batch.admitted.append(
+        self.running.add(request)
+        step.batch.admitted.append(
             AdmittedRequest(
                 request_id=request.request_id,
                 slot=request.slot,
@@ -277,12 +446,7 @@ class Scheduler:
                 seed=request.seed,
             )
         )
-
-    def _leave_slot(self, request: Request) -> None:
-        del self.running[bisect_left(self.running, request.urgency, key=by_urgency)]
-        heapq.heappush(self._free_slots, request.slot)
-        self._released_slots.append(request.slot)
-        request.slot = -1
+        self._compute(step, request, num_tokens, [])
 
     # ---- what a step gave ----
 
@@ -295,11 +459,11 @@ class Scheduler:
         sampling = self._sampling.pop(batch.step, None)
         if sampling is None:
             raise ValueError(f"step {batch.step} was not scheduled, or has been updated already")
-        updates: list[RequestUpdate] = []
         tokens: list[int] = output.token_ids.tolist()
         logprobs: list[float] = output.logprobs.tolist()
         if len(tokens) != len(sampling):
             raise ValueError(f"step {batch.step} drew {len(sampling)} tokens, its output has {len(tokens)}")
+        updates: list[RequestUpdate] = []
         for row, request in enumerate(sampling):
             if request.finished:
                 continue
@@ -310,27 +474,20 @@ class Scheduler:
                 updates.append(RequestUpdate(request, row, [], [], "error"))
                 continue
             request.token_ids.append(token)
+            if request.num_computed_tokens >= request.next_cacheable:
+                self.kv.cache_full_blocks(request)
             update = RequestUpdate(request, row, [token], [logprobs[row]])
             updates.append(update)
-            self._cache_full_blocks(request)
-            status = request.check_stop()
-            if status is not None:
-                self._finish(request, status)
-                update.finish_reason = status.finish_reason
-                update.stop_reason = request.stop_reason
+            if token in request.stop_set or len(request.token_ids) >= request.max_total_tokens:
+                status = request.check_stop()
+                if status is not None:
+                    self._finish(request, status)
+                    update.finish_reason = status.finish_reason
+                    update.stop_reason = request.stop_reason
+        self.counters.num_generated_tokens += len(updates)
         return updates
 
-    def _cache_full_blocks(self, request: Request) -> None:
-        if request.num_computed_tokens >= request.next_cacheable:
-            self.kv.cache_full_blocks(request)
 
-    def _finish(self, request: Request, status: RequestStatus) -> None:
-        """Ends a request in whatever state it is, and frees what it holds."""
-        if request.status is RequestStatus.RUNNING:
-            self._leave_slot(request)
-            self.kv.release(request)
-        else:
-            self.waiting.remove(request)
-        request.status = status
-        request.finished = True
-        del self.requests[request.request_id]
+def _num_decodes(requests: list[Request], first: int) -> int:
+    """How many from `first` on want a single token."""
+    return sum(r.num_tokens - r.num_computed_tokens == 1 for r in requests[first:])

@@ -25,6 +25,7 @@ class SchedulerConfig:
     enable_prefix_caching: bool = True
     scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
     preemption_mode: Literal["auto", "swap", "recompute"] = "auto"
+    admission_policy: Literal["forecast", "greedy"] = "forecast"  # greedy: whatever has room for its prompt
     long_prefill_token_threshold: int = 0  # the most tokens of one prompt in a step; 0: no such limit
     watermark: float = 0.0  # share of the blocks that admission leaves free for those that run
 
@@ -37,6 +38,7 @@ class SchedulerConfig:
                 raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
         _check_choice("scheduling_policy", self.scheduling_policy, ("fcfs", "priority"))
         _check_choice("preemption_mode", self.preemption_mode, ("auto", "swap", "recompute"))
+        _check_choice("admission_policy", self.admission_policy, ("forecast", "greedy"))
         if not 0.0 <= self.watermark < 1.0:
             raise ValueError(f"watermark must be in [0, 1), got {self.watermark}")
         if not self.enable_chunked_prefill and self.max_num_batched_tokens < self.max_model_len:

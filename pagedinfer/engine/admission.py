@@ -1,0 +1,161 @@
+"""Whom to admit: as many requests as will fit while all of them grow, and no more.
+
+Admitting whatever has room for its prompt fills the cache with requests that then evict each other;
+reserving `max_tokens` leaves most of it empty. Between the two stands a forecast. The lengths of
+finished outputs give an expected rest for every running request; from these follows when each will end
+and give back its blocks, and so the highest the use of the cache will get. A request is admitted if that
+peak, with it, stays within the pool. (After the Past-Future scheduler of Gong et al., ASPLOS 2025.)
+
+Requests that still run are evidence too: they are longer than what they have generated. The survival
+function of the output length is therefore the estimator of Kaplan and Meier (1958), with those that run
+as censored observations. Without it, the first to finish, which are the short ones, would mislead.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from pagedinfer.engine.request import Request
+from pagedinfer.engine.scheduler_config import SchedulerConfig
+
+_WINDOW = 512  # finished requests that are remembered
+_PRIOR_REST = 64.0  # tokens expected beyond all that was ever seen, at least
+_MAX_MARGIN = 0.25  # of the pool
+_MARGIN_STEP = 0.005  # a preemption adds this to the margin
+_MARGIN_DECAY = 0.995  # a request that finishes without one multiplies it by this
+
+
+class OutputLengths:
+    """How long outputs get: the mean residual life of a request that has generated so and so much."""
+
+    def __init__(self) -> None:
+        self._finished: deque[int] = deque(maxlen=_WINDOW)
+        self._ages: npt.NDArray[np.float64] = np.zeros(1)
+        self._rests: npt.NDArray[np.float64] = np.full(1, _PRIOR_REST)
+
+    def observe(self, length: int) -> None:
+        """A request ended of its own accord after `length` tokens."""
+        self._finished.append(length)
+
+    def refit(self, running: Sequence[int]) -> None:
+        """Takes in what those that run have generated so far."""
+        ended = np.fromiter(self._finished, np.float64, len(self._finished))
+        alive = np.fromiter(running, np.float64, len(running))
+        ages, index = np.unique(np.concatenate([[0.0], ended, alive]), return_inverse=True)
+        # At equal age an end counts before a censoring: those still alive were at risk.
+        ends = np.bincount(index[1 : 1 + len(ended)], minlength=len(ages))
+        leaves = np.bincount(index[1:], minlength=len(ages))
+        at_risk = leaves[::-1].cumsum()[::-1]
+        survival = np.cumprod(1.0 - ends / np.maximum(at_risk, 1))
+        # survival[i] holds from ages[i] to ages[i + 1]. What outlives everything seen is expected to
+        # go on for as long again.
+        areas = np.append(survival[:-1] * np.diff(ages), survival[-1] * max(ages[-1], _PRIOR_REST))
+        beyond = areas[::-1].cumsum()[::-1]
+        self._ages = ages
+        self._rests = np.where(
+            survival > 1e-9, beyond / np.maximum(survival, 1e-9), np.maximum(ages, _PRIOR_REST)
+        )
+
+    def expected_rest(self, generated: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+        """Tokens that requests which have generated so many are expected to generate still."""
+        index = np.searchsorted(self._ages, generated, side="right") - 1
+        rest = self._rests[index] - (generated - self._ages[index])
+        # Beyond the last age seen: as long again as it has lived.
+        last = index == len(self._ages) - 1
+        return np.where(last, np.maximum(rest, np.maximum(generated, _PRIOR_REST)), np.maximum(rest, 1.0))
+
+
+class AdmissionControl:
+    """Forecasts the use of the cache, and says whether one more request is within it."""
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self._num_blocks = config.num_blocks
+        self._block_size = config.block_size
+        self._greedy = config.admission_policy == "greedy"
+        self._least_margin = config.watermark
+        self._margin = config.watermark  # share of the pool left free, for what the forecast misses
+        self._lengths = OutputLengths()
+        self._num_events = 0  # ends and preemptions: what may turn a refusal into an admission
+
+    @property
+    def margin(self) -> float:
+        """Share of the pool that the forecast leaves free: grows with each preemption, fades without."""
+        return self._margin
+
+    @property
+    def num_events(self) -> int:
+        """Changes when somebody ended: a refused request is worth another look."""
+        return self._num_events
+
+    def expected_length(self) -> float:
+        """Tokens that a new request is expected to generate, as of the last forecast."""
+        return float(self._lengths.expected_rest(np.zeros(1))[0])
+
+    def observe_end(self, request: Request, *, complete: bool) -> None:
+        """A request left for good; `complete`: it was not cut off from outside."""
+        self._num_events += 1
+        if complete:
+            self._lengths.observe(request.num_output_tokens)
+            if request.num_preemptions == 0:
+                self._margin = max(self._least_margin, self._margin * _MARGIN_DECAY)
+
+    def observe_preemption(self) -> None:
+        """Blocks ran out: the forecast was too low."""
+        self._num_events += 1
+        if self._greedy:
+            return
+        self._margin = min(max(self._least_margin, _MAX_MARGIN), self._margin + _MARGIN_STEP)
+
+    def fits(self, running: Sequence[Request], candidate: Request, num_own: int, num_used: int) -> bool:
+        """Whether the use of the cache stays within the pool if `candidate` joins those `running`.
+
+        Args:
+            running: those that it may not displace.
+            num_own: blocks that it would hold alone, for the tokens that it has.
+            num_used: blocks in use if it were admitted.
+        """
+        room = self._num_blocks * (1.0 - self._margin)
+        if self._greedy:
+            return num_used <= room
+        return self._forecast_peak(running, candidate, num_own, num_used) <= room
+
+    def _forecast_peak(
+        self, running: Sequence[Request], candidate: Request, num_own: int, num_used: int
+    ) -> float:
+        """The most blocks ever in use if all goes as expected."""
+        block_size = self._block_size
+        rows = [
+            (
+                request.num_tokens - request.num_prompt_tokens,
+                request.max_total_tokens - request.num_tokens,
+                max(0, -(-request.num_tokens // block_size) - len(request.block_ids)),
+                len(request.block_ids) - request.num_shared_blocks,
+                request.ends_by_length_only,
+            )
+            for request in running
+        ]
+        rows.append(
+            (
+                candidate.num_tokens - candidate.num_prompt_tokens,
+                candidate.max_total_tokens - candidate.num_tokens,
+                0,  # num_used has its prompt already
+                num_own,
+                candidate.ends_by_length_only,
+            )
+        )
+        generated, limit, missing, own, exact = np.array(rows, np.float64).T
+        self._lengths.refit(generated[:-1])
+        rest = np.minimum(limit, self._lengths.expected_rest(generated))
+        rest = np.where(exact > 0, limit, rest)
+
+        order = np.argsort(rest)
+        rest, own = rest[order], (own + missing)[order]
+        # Just before the i-th request ends: those before it have given back what was theirs, and each
+        # of the others has grown by rest[i] tokens.
+        given_back = np.cumsum(own) - own
+        num_left = np.arange(len(rest), 0, -1)
+        return float(np.max(num_used + missing.sum() - given_back + num_left * rest / block_size))

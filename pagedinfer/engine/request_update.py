@@ -1,0 +1,23 @@
+"""What the scheduler tells of a step, request by request."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pagedinfer.engine.request import Request
+
+
+@dataclass(slots=True)
+class RequestUpdate:
+    """What a step meant for one request: a token, its end, or both."""
+
+    request: Request
+    row: int  # its row in the StepOutput
+    new_token_ids: list[int]  # empty if no token could be sampled
+    logprobs: list[float]  # of these tokens
+    finish_reason: str | None = None  # "stop", "length" or "error"; None: goes on
+    stop_reason: int | str | None = None  # the stop token's id; None for EOS
+
+    @property
+    def request_id(self) -> str:
+        return self.request.request_id
