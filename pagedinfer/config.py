@@ -6,7 +6,7 @@ import difflib
 import math
 from collections.abc import Collection
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, Literal
 
 BLOCK_SIZES = (8, 16, 32, 64)
 DTYPES = ("float32", "float16", "bfloat16")
@@ -29,8 +29,8 @@ class EngineConfig:
     tokenizer: str | None = None  # a folder; None: the model's
     skip_tokenizer_init: bool = False
     dtype: str = "auto"  # "auto" or one of DTYPES
-    load_format: str = "auto"  # "auto" | "safetensors" | "dummy"
-    device: str = "auto"  # "auto" | "cuda" | "cpu"
+    load_format: Literal["auto", "safetensors", "dummy"] = "auto"
+    device: Literal["auto", "cuda", "cpu"] = "auto"
     seed: int = 0  # 64 bits
     gpu_memory_utilization: float = 0.92  # share of the free GPU memory, in (0, 1]
     kv_cache_memory_bytes: int | None = None  # bytes
@@ -40,9 +40,9 @@ class EngineConfig:
     max_num_seqs: int | None = None  # requests
     max_num_batched_tokens: int | None = None  # tokens a step
     enable_prefix_caching: bool = True
-    scheduling_policy: str = "fcfs"  # "fcfs" | "priority"
+    scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
     long_prefill_token_threshold: int = 0  # tokens a step; 0: no cap
-    preemption_mode: str = "auto"  # "auto" | "swap" | "recompute"
+    preemption_mode: Literal["auto", "swap", "recompute"] = "auto"
     swap_space: float | None = None  # GiB of CPU memory
 
     def __post_init__(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from pagedinfer.config import EngineConfig, unknown_option_message
 from pagedinfer.engine.engine import LLMEngine
@@ -78,8 +78,8 @@ class LLM:
         tokenizer: str | None = None,
         skip_tokenizer_init: bool = False,
         dtype: str = "auto",
-        load_format: str = "auto",
-        device: str = "auto",
+        load_format: Literal["auto", "safetensors", "dummy"] = "auto",
+        device: Literal["auto", "cuda", "cpu"] = "auto",
         seed: int = 0,
         gpu_memory_utilization: float = 0.92,
         kv_cache_memory_bytes: int | None = None,
@@ -89,9 +89,9 @@ class LLM:
         max_num_seqs: int | None = None,
         max_num_batched_tokens: int | None = None,
         enable_prefix_caching: bool = True,
-        scheduling_policy: str = "fcfs",
+        scheduling_policy: Literal["fcfs", "priority"] = "fcfs",
         long_prefill_token_threshold: int = 0,
-        preemption_mode: str = "auto",
+        preemption_mode: Literal["auto", "swap", "recompute"] = "auto",
         swap_space: float | None = None,
         **unknown: Any,
     ) -> None:

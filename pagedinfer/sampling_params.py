@@ -22,8 +22,6 @@ NOT_SUPPORTED_YET = frozenset(
         "frequency_penalty",
         "repetition_penalty",
         "min_tokens",
-        "stop",
-        "include_stop_str_in_output",
         "logprobs",
         "prompt_logprobs",
         "logit_bias",
@@ -31,10 +29,7 @@ NOT_SUPPORTED_YET = frozenset(
         "bad_words",
         "logits_processors",
         "truncate_prompt_tokens",
-        "detokenize",
-        "skip_special_tokens",
         "spaces_between_special_tokens",
-        "output_kind",
     }
 )
 """Fields that the engine does not act on: anything but their default is refused, never ignored."""

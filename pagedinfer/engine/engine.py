@@ -109,7 +109,7 @@ class LLMEngine:
             self._outputs.note_scheduled(batch.admitted)
             output = self.worker.execute(batch).result()
             updates = self.scheduler.update(batch, output)
-            return self._outputs.process(updates)
+            return self._outputs.process(updates, self.scheduler)
         except BaseException:
             self.scheduler.abort_all()
             self._outputs.clear()
@@ -150,7 +150,7 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(path, local_files_only=True)  # type: ignore[no-any-return]
+        return AutoTokenizer.from_pretrained(path, local_files_only=True)
     except (OSError, ValueError) as error:
         raise ValueError(
             f"no tokenizer can be loaded from {path!r}: {error}; name its folder with `tokenizer`, or set "

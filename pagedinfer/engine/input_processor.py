@@ -64,7 +64,7 @@ class InputProcessor:
         if not isinstance(prompts, Sequence) or isinstance(prompts, bytes):
             raise ValueError(f"prompts must be a prompt or a list of prompts, got {_short(prompts)}")
         if prompts and isinstance(prompts[0], Integral):  # one prompt, as a bare list of token ids
-            return [self.process(prompts)]  # type: ignore[arg-type]
+            return [self.process(prompts)]
         processed = []
         for i, prompt in enumerate(prompts):
             try:
@@ -100,11 +100,10 @@ class InputProcessor:
         return token_ids
 
     def _check_ids(self, token_ids: Any) -> list[int]:
+        if hasattr(token_ids, "tolist"):  # an array or a tensor
+            token_ids = token_ids.tolist()
         if not isinstance(token_ids, Sequence) or isinstance(token_ids, str | bytes):
-            try:
-                token_ids = token_ids.tolist()  # an array or a tensor
-            except AttributeError:
-                raise ValueError(f"a prompt's token ids must be a list, got {_short(token_ids)}") from None
+            raise ValueError(f"a prompt's token ids must be a list, got {_short(token_ids)}")
         if not token_ids:
             raise ValueError("the prompt is empty: it must have at least one token")
         wrong = [x for x in token_ids if type(x) is bool or not isinstance(x, Integral)]

@@ -41,7 +41,7 @@ class StepResult:
         self._logprobs = logprobs.to("cpu", non_blocking=True)
         self._ready: torch.cuda.Event | None = None
         if token_ids.is_cuda:
-            self._ready = torch.cuda.Event()
+            self._ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._ready.record()
 
     def result(self) -> StepOutput:

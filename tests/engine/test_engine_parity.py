@@ -140,9 +140,7 @@ def test_every_step_gives_the_logprob_of_its_token(
 ) -> None:
     engine = LLMEngine(EngineConfig(model=tiny_llama.path, **options(device, max_num_batched_tokens=16)))
     for i, prompt in enumerate(PROMPTS):
-        engine.add_request(
-            str(i), {"prompt_token_ids": prompt}, GREEDY, output_kind=RequestOutputKind.DELTA
-        )
+        engine.add_request(str(i), {"prompt_token_ids": prompt}, GREEDY, output_kind=RequestOutputKind.DELTA)
     tokens: list[list[int]] = [[] for _ in PROMPTS]
     sums: list[list[float]] = [[] for _ in PROMPTS]
     while engine.has_unfinished_requests():
