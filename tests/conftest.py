@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
 import pytest
@@ -40,3 +41,12 @@ def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
 
     path = tmp_path_factory.mktemp("tiny_llama")
     return TinyModel(str(path), make_llama(path))
+
+
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """For tiny models, which gain nothing from several threads and on a busy machine lose a lot."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)

@@ -152,7 +152,8 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
     try:
         return AutoTokenizer.from_pretrained(path, local_files_only=True)
     except (OSError, ValueError) as error:
+        reason = str(error).partition("\n")[0]
         raise ValueError(
-            f"no tokenizer can be loaded from {path!r}: {error}; name its folder with `tokenizer`, or set "
+            f"no tokenizer can be loaded from {path!r}: {reason}; name its folder with `tokenizer`, or set "
             f"skip_tokenizer_init=True and give token ids"
         ) from error

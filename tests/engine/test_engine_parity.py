@@ -16,6 +16,8 @@ from tests.conftest import TinyModel
 from tests.models.parity import TOLERANCE, random_prompts, transformers_greedy, transformers_logits
 from tests.tiny_models import make_llama
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 NUM_TOKENS = 64
 PROMPTS = random_prompts((1, 5, 16, 17, 33, 100))
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)

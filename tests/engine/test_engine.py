@@ -1,0 +1,194 @@
+"""LLMEngine: requests come, are aborted, and give outputs step by step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from pagedinfer import LLMEngine, RequestOutput, RequestTooLargeError, SamplingParams
+from pagedinfer.config import EngineConfig
+from pagedinfer.sampling_params import RequestOutputKind
+from tests.conftest import TinyModel
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+
+
+def make_engine(path: str, **changes: Any) -> LLMEngine:
+    options: dict[str, Any] = {
+        "device": "cpu",
+        "num_gpu_blocks_override": 64,
+        "max_num_seqs": 2,
+        "max_num_batched_tokens": 32,
+    }
+    return LLMEngine(EngineConfig(model=path, **options | changes))
+
+
+@pytest.fixture(scope="module")
+def shared_engine(tiny_llama: TinyModel) -> Iterator[LLMEngine]:
+    engine = make_engine(tiny_llama.path)
+    yield engine
+    engine.close()
+
+
+@pytest.fixture
+def engine(shared_engine: LLMEngine) -> Iterator[LLMEngine]:
+    """One engine for all tests, which each leaves empty, every block free."""
+    free = shared_engine.scheduler.kv.num_free
+    yield shared_engine
+    assert not shared_engine.has_unfinished_requests()
+    assert shared_engine.scheduler.kv.num_free == free
+    shared_engine.reset_prefix_cache()
+
+
+def run(engine: LLMEngine) -> dict[str, list[RequestOutput]]:
+    outputs: dict[str, list[RequestOutput]] = {}
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            outputs.setdefault(output.request_id, []).append(output)
+    return outputs
+
+
+def test_outputs_accumulate_and_are_snapshots(engine: LLMEngine) -> None:
+    engine.add_request("a", "Hello", GREEDY)
+    outputs = run(engine)["a"]
+    assert [len(output.outputs[0].token_ids) for output in outputs] == [1, 2, 3, 4, 5, 6]
+    final = outputs[-1].outputs[0]
+    for output in outputs:
+        choice = output.outputs[0]
+        assert choice.token_ids == final.token_ids[: len(choice.token_ids)]
+        assert final.text.startswith(choice.text)
+    assert [output.finished for output in outputs] == [False] * 5 + [True]
+    assert [output.outputs[0].finish_reason for output in outputs] == [None] * 5 + ["length"]
+
+
+def test_the_kinds_of_output_say_the_same(engine: LLMEngine) -> None:
+    for kind in RequestOutputKind:
+        engine.add_request(kind.name, "Hello", GREEDY, output_kind=kind)
+    outputs = run(engine)
+    final = outputs["CUMULATIVE"][-1].outputs[0]
+    assert [output.finished for output in outputs["FINAL_ONLY"]] == [True]
+    only = outputs["FINAL_ONLY"][0].outputs[0]
+    assert (only.text, only.token_ids) == (final.text, final.token_ids)
+    deltas = [output.outputs[0] for output in outputs["DELTA"]]
+    assert [len(delta.token_ids) for delta in deltas] == [1] * 6
+    assert "".join(delta.text for delta in deltas) == final.text
+    assert [delta.token_ids[0] for delta in deltas] == final.token_ids
+
+
+def test_a_request_that_comes_later_joins(engine: LLMEngine) -> None:
+    engine.add_request("alone", "Something else", GREEDY)
+    alone = run(engine)["alone"][-1].outputs[0].token_ids
+    engine.add_request("first", "Hello", GREEDY)
+    engine.step()
+    engine.step()
+    engine.add_request("second", "Something else", GREEDY)
+    outputs = run(engine)
+    assert outputs["second"][-1].outputs[0].token_ids == alone
+    assert len(outputs["first"]) == 4
+
+
+def test_nothing_to_do_gives_nothing(engine: LLMEngine) -> None:
+    assert not engine.has_unfinished_requests()
+    assert engine.step() == []
+
+
+def test_a_request_that_cannot_fit_raises(engine: LLMEngine) -> None:
+    with pytest.raises(RequestTooLargeError, match=r"600 tokens.*max_model_len=512"):
+        engine.add_request("a", {"prompt_token_ids": [5] * 600}, GREEDY)
+    assert not engine.has_unfinished_requests()
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "message"),
+    [
+        ("", GREEDY, "empty"),
+        ({"prompt_token_ids": [320]}, GREEDY, "vocabulary, got 320"),
+        ("a", SamplingParams(stop_token_ids=[400]), "stop_token_ids .*got 400"),
+    ],
+)
+def test_malformed_requests_raise_and_leave_the_others_alone(
+    engine: LLMEngine, prompt: Any, params: SamplingParams, message: str
+) -> None:
+    """vllm#54195: ids that do not exist must not reach the device."""
+    engine.add_request("alone", "Hello", GREEDY)
+    alone = run(engine)["alone"][-1].outputs[0].token_ids
+    engine.add_request("a", "Hello", GREEDY)
+    engine.step()
+    with pytest.raises(ValueError, match=message):
+        engine.add_request("b", prompt, params)
+    assert run(engine)["a"][-1].outputs[0].token_ids == alone
+
+
+def test_an_id_in_use_is_refused_and_free_again_later(engine: LLMEngine) -> None:
+    engine.add_request("a", "Hello", GREEDY)
+    with pytest.raises(ValueError, match="'a' already"):
+        engine.add_request("a", "Hello again", GREEDY)
+    assert len(run(engine)["a"]) == 6
+    engine.add_request("a", "Hello again", GREEDY)
+    assert len(run(engine)["a"]) == 6
+
+
+def test_aborting_in_any_state(engine: LLMEngine) -> None:
+    engine.add_request("alone", "Hello", GREEDY)
+    alone = run(engine)["alone"][-1].outputs[0].token_ids
+    engine.add_request("decoding", "Hello", GREEDY)
+    engine.step()
+    engine.add_request("prefilling", {"prompt_token_ids": [7] * 100}, GREEDY)
+    engine.step()
+    engine.add_request("waiting", "Hello", GREEDY)
+    for request_id, num_tokens in (("waiting", 0), ("prefilling", 0), ("decoding", 2)):
+        output = engine.abort_request(request_id)
+        assert output is not None
+        assert (output.finished, output.outputs[0].finish_reason) == (True, "abort")
+        assert output.outputs[0].token_ids == alone[:num_tokens]
+        assert engine.abort_request(request_id) is None
+    assert engine.abort_request("never there") is None
+    assert not engine.has_unfinished_requests()
+    engine.add_request("next", "Hello", GREEDY)
+    assert run(engine)["next"][-1].outputs[0].token_ids == alone
+
+
+def test_logits_that_cannot_be_sampled_end_their_request_alone(
+    tiny_llama: TinyModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from pagedinfer.models.llama import LlamaForCausalLM
+
+    engine = make_engine(tiny_llama.path)
+    engine.add_request("good", "Hello", GREEDY)
+    engine.step()
+    engine.add_request("bad", "Hello", GREEDY)
+    compute = LlamaForCausalLM.compute_logits
+
+    def poison(model: LlamaForCausalLM, hidden: Any) -> Any:
+        logits = compute(model, hidden)
+        logits[1].fill_(float("nan"))
+        return logits
+
+    monkeypatch.setattr(LlamaForCausalLM, "compute_logits", poison)
+    bad = next(output for output in engine.step() if output.request_id == "bad")
+    monkeypatch.undo()
+    assert (bad.finished, bad.outputs[0].finish_reason, bad.outputs[0].token_ids) == (True, "error", [])
+    assert bad.error is not None
+    assert "NaN" in bad.error
+    assert run(engine)["good"][-1].outputs[0].finish_reason == "length"
+    engine.close()
+
+
+def test_a_closed_engine_says_so(tiny_llama: TinyModel) -> None:
+    engine = make_engine(tiny_llama.path)
+    engine.add_request("a", "Hello", GREEDY)
+    engine.close()
+    engine.close()
+    assert not engine.has_unfinished_requests()
+    for use in (engine.step, lambda: engine.add_request("b", "Hello")):
+        with pytest.raises(RuntimeError, match="closed"):
+            use()
+
+
+def test_a_tokenizer_that_is_not_there(tiny_llama: TinyModel, tmp_path: Any) -> None:
+    with pytest.raises(ValueError, match=r"no tokenizer can be loaded from .*skip_tokenizer_init"):
+        make_engine(tiny_llama.path, tokenizer=str(tmp_path))
