@@ -6,11 +6,12 @@ large enough that greedy choices are not near ties.
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
@@ -21,6 +22,11 @@ from transformers import (
 
 PAD, BOS, EOS = 0, 1, 2
 VOCAB_SIZE = 320
+
+_TEXT = (
+    "The quick brown fox jumps over the lazy dog, and then the other dog sees the fox in the field. "
+    "There is nothing better than a good thing that someone has thought through to the end of it all."
+)
 
 
 def make_llama(path: Path, *, seed: int = 0, shard_size: str = "200KB", **config: Any) -> PreTrainedModel:
@@ -84,11 +90,33 @@ def byte_level_tokenizer() -> PreTrainedTokenizerFast:
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    text = (
-        "The quick brown fox jumps over the lazy dog, and then the other dog sees the fox in the field. "
-        "There is nothing better than a good thing that someone has thought through to the end of it all."
-    )
-    tokenizer.train_from_iterator([text], trainer)
+    tokenizer.train_from_iterator([_TEXT], trainer)
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>"
+    )
+
+
+def byte_fallback_tokenizer() -> PreTrainedTokenizerFast:
+    """As Llama 2's: "▁" for spaces, one put before the text, and a token for each byte of what has none."""
+    trained = Tokenizer(models.BPE())
+    trained.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    trained.train_from_iterator([_TEXT], trainers.BpeTrainer(vocab_size=80, show_progress=False))
+    model = json.loads(trained.to_str())["model"]
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    tokens += sorted(model["vocab"], key=model["vocab"].__getitem__)
+    tokenizer = Tokenizer(
+        models.BPE(
+            {token: i for i, token in enumerate(tokens)},
+            [tuple(merge) for merge in model["merges"]],
+            unk_token="<unk>",
+            byte_fallback=True,
+            fuse_unk=True,
+        )
+    )
+    tokenizer.normalizer = trained.normalizer
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, unk_token="<unk>", bos_token="<s>", eos_token="</s>"
     )
