@@ -1,17 +1,19 @@
-// attention_plan on the GPU: reads a batch's lengths on the device and writes down who computes what.
+// attention_plan on the GPU: reads a batch's lengths on the device and writes down who computes
+// what.
 //
-// The decode sequences' key tiles form one list, cut into equal ranges, one for each block of the decode
-// grid; every other sequence's packed query rows are cut into prefill tiles, sorted so that those with
-// the most keys come first. What "decode", "tile", "unit" and "chunk" mean, and the arithmetic: see
-// work_partition.h.
+// The decode sequences' key tiles form one list, cut into equal ranges, one for each block of the
+// decode grid; every other sequence's packed query rows are cut into prefill tiles, sorted so that
+// those with the most keys come first. What "decode", "tile", "unit" and "chunk" mean, and the
+// arithmetic: see work_partition.h.
 //
 //   tensor            shape                     dtype
 //   query_start_loc   [num_seqs + 1]            int32
 //   seq_lens          [num_seqs]                int32
-//   plan              PlanLayout                int32, written: header, BlockRecord [grid], counters
+//   plan              PlanLayout                int32, written: header, BlockRecord [grid],
+//   counters
 //                                               [grid] (zeros; the decode kernel leaves them so),
-//                                               SequenceRecord [num_seqs], scratch, ZeroRun [num_seqs],
-//                                               PrefillTile [num_prefill_tiles]
+//                                               SequenceRecord [num_seqs], scratch, ZeroRun
+//                                               [num_seqs], PrefillTile [num_prefill_tiles]
 //
 // Grid: one block of 1,024 threads; it runs once a step, not once a layer. Each thread takes every
 // 1,024th sequence, block of the decode grid, and prefill tile.
@@ -71,12 +73,13 @@ __device__ Counts exclusive_sum(const Counts& mine, Counts* warp_sums, Counts* t
     all = all + warp_sums[w];
   }
   *total = all;
-  return before_warp +
-         Counts{sum.tiles - mine.tiles, sum.decode_seqs - mine.decode_seqs,
-                sum.zero_runs - mine.zero_runs, sum.prefill_tiles - mine.prefill_tiles};
+  return before_warp + Counts{sum.tiles - mine.tiles, sum.decode_seqs - mine.decode_seqs,
+                              sum.zero_runs - mine.zero_runs,
+                              sum.prefill_tiles - mine.prefill_tiles};
 }
 
-// The last of values[0 .. count) that is <= key; values ascend, values[0] <= key. `stride` int32s apart.
+// The last of values[0 .. count) that is <= key; values ascend, values[0] <= key. `stride` int32s
+// apart.
 __device__ int last_at_most(const int32_t* values, int stride, int count, int key) {
   int low = 0, high = count;
   while (high - low > 1) {
@@ -131,8 +134,8 @@ __device__ PrefillTile prefill_tile(const PlanKernelParams& p, const int32_t* pr
   return tile;
 }
 
-__global__ __launch_bounds__(kThreads) void attention_plan_kernel(const __grid_constant__
-                                                                      PlanKernelParams p) {
+__global__ __launch_bounds__(kThreads) void attention_plan_kernel(
+    const __grid_constant__ PlanKernelParams p) {
   __shared__ Counts warp_sums[kWarps];
   __shared__ int histogram[kBuckets];
   __shared__ int max_cost;
@@ -203,8 +206,8 @@ __global__ __launch_bounds__(kThreads) void attention_plan_kernel(const __grid_c
                              p.deterministic);
   }
 
-  // Prefill: a counting sort, the most keys first. The order within a bucket varies from run to run,
-  // and no result depends on it.
+  // Prefill: a counting sort, the most keys first. The order within a bucket varies from run to
+  // run, and no result depends on it.
   if (before.prefill_tiles == 0) return;
   auto bucket_of = [&](int cost) {
     return kBuckets - 1 -

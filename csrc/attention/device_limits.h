@@ -1,5 +1,5 @@
-// What the attention kernels need to know of the current device, asked for once and kept: every op of
-// every layer wants it, also while a graph is captured.
+// What the attention kernels need to know of the current device, asked for once and kept: every op
+// of every layer wants it, also while a graph is captured.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -10,8 +10,8 @@ namespace pagedinfer::attention {
 
 struct DeviceLimits {
   int num_sms;
-  // Bytes of shared memory: of a multiprocessor, of one block at most, and what the system takes of each
-  // block's share.
+  // Bytes of shared memory: of a multiprocessor, of one block at most, and what the system takes of
+  // each block's share.
   int shared_per_sm, shared_per_block, shared_reserved;
 
   // Blocks of the decode kernel: fixed, so that a captured graph stays valid for any lengths.

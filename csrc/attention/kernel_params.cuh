@@ -1,4 +1,5 @@
-// What every paged_attention kernel is given: the op's params and what the launcher derived from them.
+// What every paged_attention kernel is given: the op's params and what the launcher derived from
+// them.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -14,8 +15,8 @@ namespace pagedinfer::attention {
 // Scores in base 2, as the kernels use them: weight = 2^(factor * score - maximum), where
 //   no cap:  score = q . k,                      factor = scale * log2(e)
 //   a cap:   score = tanh(q . k * scale / cap),  factor = cap * log2(e)
-// The factor is made positive, so that the largest score has the largest weight; then a negative scale
-// turns the scores round.
+// The factor is made positive, so that the largest score has the largest weight; then a negative
+// scale turns the scores round.
 struct ScoreScale {
   float factor;
   float inner;  // scale / cap with a cap; -1: turn the score round; 1: leave it
@@ -34,15 +35,15 @@ struct ScoreScale {
 struct KernelParams {
   PagedAttentionParams op;
   ScoreScale score;
-  int group;         // query heads that share a KV head
-  int slices;        // row_slices(group)
-  int units;         // of a decode sequence: num_kv_heads * slices
-  int block_shift;   // log2(block_size)
+  int group;               // query heads that share a KV head
+  int slices;              // row_slices(group)
+  int units;               // of a decode sequence: num_kv_heads * slices
+  int block_shift;         // log2(block_size)
   uint32_t block_vectors;  // cache_stride_block in units of 16 bytes, in which 32 bits are enough
-  int partial_rows;  // rows of a partial result in the workspace
-  int window;        // sliding_window; 0: none
-  int grid;          // blocks of the decode grid
-  int stages;        // tiles of the decode kernel's ring in shared memory
+  int partial_rows;        // rows of a partial result in the workspace
+  int window;              // sliding_window; 0: none
+  int grid;                // blocks of the decode grid
+  int stages;              // tiles of the decode kernel's ring in shared memory
 };
 
 // The arrays of the plan (see work_partition.h).
@@ -83,8 +84,9 @@ struct HeadPages {
   }
 };
 
-// A score as the softmax takes it (see ScoreScale). tanh(x) = 1 - 2 / (1 + e^2x) is exact to 1e-7, of
-// the score's scale of 1, where tanh.approx has 5e-4: with a cap of 50 that would be 2.5 % of a weight.
+// A score as the softmax takes it (see ScoreScale). tanh(x) = 1 - 2 / (1 + e^2x) is exact to 1e-7,
+// of the score's scale of 1, where tanh.approx has 5e-4: with a cap of 50 that would be 2.5 % of a
+// weight.
 __device__ __forceinline__ float transformed_score(float s, const ScoreScale& score) {
   const float x = s * score.inner;
   return score.capped ? 1.0f - __fdividef(2.0f, 1.0f + __expf(2.0f * x)) : x;

@@ -1,5 +1,5 @@
-// The instructions that the tensor-core kernels are made of, one function each (sm_80 and newer), and
-// the layout of their tiles in shared memory.
+// The instructions that the tensor-core kernels are made of, one function each (sm_80 and newer),
+// and the layout of their tiles in shared memory.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -14,12 +14,18 @@ __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
-// 16 bytes from global to shared memory, asynchronously; zeros, and nothing is read, unless `valid`.
+// 16 bytes from global to shared memory, asynchronously; zeros, and nothing is read, unless
+// `valid`.
 __device__ __forceinline__ void copy_async(uint32_t to, const void* from, bool valid) {
   const int bytes = valid ? 16 : 0;
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from),
                "r"(bytes)
                : "memory");
+}
+
+// 4 bytes, through the first-level cache.
+__device__ __forceinline__ void copy_async_int(uint32_t to, const int32_t* from) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
 }
 
 __device__ __forceinline__ void commit_copies() {
@@ -35,12 +41,24 @@ __device__ __forceinline__ void wait_copies() {
 // The same for a number that is known at run time only, at most 5.
 __device__ __forceinline__ void wait_copies(int n) {
   switch (n) {
-    case 0: wait_copies<0>(); break;
-    case 1: wait_copies<1>(); break;
-    case 2: wait_copies<2>(); break;
-    case 3: wait_copies<3>(); break;
-    case 4: wait_copies<4>(); break;
-    default: wait_copies<5>(); break;
+    case 0:
+      wait_copies<0>();
+      break;
+    case 1:
+      wait_copies<1>();
+      break;
+    case 2:
+      wait_copies<2>();
+      break;
+    case 3:
+      wait_copies<3>();
+      break;
+    case 4:
+      wait_copies<4>();
+      break;
+    default:
+      wait_copies<5>();
+      break;
   }
 }
 
@@ -70,8 +88,7 @@ __device__ __forceinline__ void multiply_add(float (&c)[4], const uint32_t (&a)[
 template <>
 __device__ __forceinline__ void multiply_add<__nv_bfloat16>(float (&c)[4], const uint32_t (&a)[4],
                                                             uint32_t b0, uint32_t b1) {
-  asm volatile(
-      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
       "{%8, %9}, {%0, %1, %2, %3};"
       : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
@@ -80,8 +97,7 @@ __device__ __forceinline__ void multiply_add<__nv_bfloat16>(float (&c)[4], const
 template <>
 __device__ __forceinline__ void multiply_add<__half>(float (&c)[4], const uint32_t (&a)[4],
                                                      uint32_t b0, uint32_t b1) {
-  asm volatile(
-      "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
       "{%8, %9}, {%0, %1, %2, %3};"
       : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
@@ -112,9 +128,10 @@ __device__ __forceinline__ float exp2_fast(float x) {
   return y;
 }
 
-// Rows of HEAD_DIM 16-bit elements in shared memory, in 16-byte chunks, laid out so that the eight rows
-// which ldmatrix reads at a time lie in different banks: where a row is a multiple of 128 bytes, chunk c
-// of row r lies at chunk c xor (r mod 8); otherwise rows are an odd number of chunks apart.
+// Rows of HEAD_DIM 16-bit elements in shared memory, in 16-byte chunks, laid out so that the eight
+// rows which ldmatrix reads at a time lie in different banks: where a row is a multiple of 128
+// bytes, chunk c of row r lies at chunk c xor (r mod 8); otherwise rows are an odd number of chunks
+// apart.
 template <int HEAD_DIM>
 struct TileRows {
   static_assert(HEAD_DIM % 16 == 0);
@@ -127,8 +144,8 @@ struct TileRows {
   }
 };
 
-// How THREADS threads walk rows of CHUNKS 16-byte chunks: the j-th chunk of thread `thread`. Written so
-// that the compiler sees what does not change with j.
+// How THREADS threads walk rows of CHUNKS 16-byte chunks: the j-th chunk of thread `thread`.
+// Written so that the compiler sees what does not change with j.
 template <int THREADS, int CHUNKS>
 struct ChunkWalk {
   static constexpr bool kWholeRows = THREADS % CHUNKS == 0;

@@ -1,12 +1,13 @@
-// paged_attention on the GPU: which kernels a call launches. See paged_attention.h for the maths and the
-// tensors, work_partition.h for what counts as decode and as prefill, and the kernels' own files.
+// paged_attention on the GPU: which kernels a call launches. See paged_attention.h for the maths
+// and the tensors, work_partition.h for what counts as decode and as prefill, and the kernels' own
+// files.
 //
 //   dtype         decode sequences, zero rows      prefill tiles
 //   fp16, bf16    paged_attention_decode.cu        paged_attention_prefill_mma.cu
 //   fp32          paged_attention_fp32.cu          paged_attention_fp32.cu
 //
-// The decode kernel is always launched: only the device knows whether a batch has decode sequences or
-// padded rows. The prefill kernel is not where max_query_len says that there is nothing for it.
+// The decode kernel is always launched: only the device knows whether a batch has decode sequences
+// or padded rows. The prefill kernel is not where max_query_len says that there is nothing for it.
 #include "attention/paged_attention_cuda.h"
 
 #include <bit>

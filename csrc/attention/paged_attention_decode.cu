@@ -1,28 +1,31 @@
-// Decode: attention of sequences with few query rows (fp16, bf16), split along the keys over a fixed grid.
+// Decode: attention of sequences with few query rows (fp16, bf16), split along the keys over a
+// fixed grid.
 //
-//   for each tile of 64 keys of a unit, on tensor cores, with Q [16 x D] the unit's packed query rows:
+//   for each tile of 64 keys of a unit, on tensor cores, with Q [16 x D] the unit's packed query
+//   rows:
 //     S = Q K^T;  m' = max(m, rowmax S);  P = 2^(S - m');  l = l 2^(m - m') + rowsum P
 //     O = O 2^(m - m') + P V
 //
 //   tensor        shape                                             dtype      strides (elements)
 //   query         [num_tokens, num_heads, D]                        T          free, free, 1
-//   kv_cache      [num_blocks, 2, num_kv_heads, block_size, D]      T          cache_stride_block, dense
-//   block_table   [num_seqs, max_blocks]                            int32      block_table_stride, 1
-//   plan          PlanLayout                                        int32      what each block does
-//   workspace     see partial_results.cuh                           float32    results of parts of units
-//   out           [num_tokens, num_heads, D]                        T          dense
+//   kv_cache      [num_blocks, 2, num_kv_heads, block_size, D]      T          cache_stride_block,
+//   dense block_table   [num_seqs, max_blocks]                            int32 block_table_stride,
+//   1 plan          PlanLayout                                        int32      what each block
+//   does workspace     see partial_results.cuh                           float32    results of
+//   parts of units out           [num_tokens, num_heads, D]                        T          dense
 //
-// Grid: p.grid blocks (DeviceLimits::decode_grid), whatever the batch, so that a captured graph stays valid. A block
-// owns the contiguous range of tiles in its BlockRecord (work_partition.h).
-// A block's warps share nothing but the ends of the units: warp w takes tokens 16 w .. 16 w + 15 of each
-// tile, brings them in by itself and keeps a softmax of its own. So no barrier stands in the loop, only
-// the warp's own wait for its copies, and the ring runs on over the ends of units and sequences.
-// Shared memory: for each warp a ring of p.stages x (K, V of 16 tokens); then Q, if HEAD_DIM is 256, and (m, l) of each warp and row.
-//   The stage that a warp has just used takes its O at the end of a unit: 16 tokens of K and V in 16 bits
-//   are as many bytes as 16 rows of O in 32.
+// Grid: p.grid blocks (DeviceLimits::decode_grid), whatever the batch, so that a captured graph
+// stays valid. A block owns the contiguous range of tiles in its BlockRecord (work_partition.h). A
+// block's warps share nothing but the ends of the units: warp w takes tokens 16 w .. 16 w + 15 of
+// each tile, brings them in by itself and keeps a softmax of its own. So no barrier stands in the
+// loop, only the warp's own wait for its copies, and the ring runs on over the ends of units and
+// sequences. Shared memory: for each warp a ring of p.stages x (K, V of 16 tokens); then Q, if
+// HEAD_DIM is 256, and (m, l) of each warp and row.
+//   The stage that a warp has just used takes its O at the end of a unit: 16 tokens of K and V in
+//   16 bits are as many bytes as 16 rows of O in 32.
 // Template: T, the element type; HEAD_DIM.
-// Invariants: keys outside first_key .. seq_len - 1 are never read: their shared memory is zeroed (0 * NaN
-// would be NaN) and their scores are -inf.
+// Invariants: keys outside first_key .. seq_len - 1 are never read: their shared memory is zeroed
+// (0 * NaN would be NaN) and their scores are -inf.
 #include "attention/device_limits.h"
 #include "attention/dispatch.h"
 #include "attention/kernel_params.cuh"
@@ -60,31 +63,41 @@ struct DecodeTraits {
   static_assert(kWarpStageBytes >= WarpSums<HEAD_DIM>::kFloats * 4);
 };
 
-// Where the block's copies stand: always some steps ahead of the arithmetic. The block ids of the next
-// step are fetched when the step before it is issued.
+// Where the block's copies stand: always some steps ahead of the arithmetic. The block ids of the
+// next step are fetched when the step before it is issued.
 template <typename T, int HEAD_DIM>
 struct TileLoader {
   using Traits = DecodeTraits<HEAD_DIM>;
   using Rows = TileRows<HEAD_DIM>;
 
+  // What of a SequenceRecord the copies need.
+  struct Sequence {
+    int seq, seq_len, first_key, first_tile, num_tiles;
+
+    __device__ __forceinline__ void set(const SequenceRecord& s) {
+      seq = s.seq, seq_len = s.seq_len, first_key = s.first_key;
+      first_tile = s.first_tile, num_tiles = s.num_tiles;
+    }
+  };
+
   const KernelParams& p;
-  const SequenceRecord* sequences;
-  SequenceRecord sequence, next_sequence;
-  int num_sequences, index, unit, tile, step;
+  const SequenceRecord* next_record;
+  Sequence sequence, next_sequence;
+  int sequences_left, kv_head, slice, tile, step;
   int tiles_left;
   int first_id, second_id;  // blocks of the warp's tokens 0..7 and 8..15
 
   __device__ TileLoader(const KernelParams& p, const PlanView& plan, const BlockRecord& record)
       : p(p),
-        sequences(plan.sequences),
-        sequence(record.sequence),
-        num_sequences(plan.header->num_decode_seqs),
-        index(record.index),
-        unit(record.unit),
+        next_record(plan.sequences + record.index + 1),
+        sequences_left(plan.header->num_decode_seqs - record.index - 1),
+        kv_head(record.unit / p.slices),
+        slice(record.unit % p.slices),
         tile(record.tile),
         step(0),
         tiles_left(record.num_tiles) {
     if (tiles_left == 0) return;
+    sequence.set(record.sequence);
     fetch_ids();
     fetch_next_sequence();
   }
@@ -95,12 +108,13 @@ struct TileLoader {
   }
 
   __device__ __forceinline__ void fetch_next_sequence() {
-    if (index + 1 < num_sequences) next_sequence = sequences[index + 1];
+    if (sequences_left-- > 0) next_sequence.set(*next_record++);
   }
 
   __device__ __forceinline__ void fetch_ids() {
     const int32_t* table = p.op.block_table + sequence.seq * p.op.block_table_stride;
-    // Tokens outside the sequence take the id of one inside: it is not used, and no other may be read.
+    // Tokens outside the sequence take the id of one inside: it is not used, and no other may be
+    // read.
     auto id_of = [&](int token) {
       token = larger(sequence.first_key, smaller(token, sequence.seq_len - 1));
       return table[token >> p.block_shift];
@@ -114,7 +128,7 @@ struct TileLoader {
     const int lane = threadIdx.x % 32;
     const int first = first_token();
     using Walk = ChunkWalk<32, Rows::kChunks>;
-    const HeadPages<T, HEAD_DIM> pages(p, unit / p.slices);
+    const HeadPages<T, HEAD_DIM> pages(p, kv_head);
     const char* first_page = pages.page(p, first_id);
     const char* second_page = pages.page(p, second_id);
     const int offset_mask = (1 << p.block_shift) - 1;
@@ -141,9 +155,12 @@ struct TileLoader {
     if (--tiles_left == 0) return;
     if (++tile == sequence.num_tiles) {
       tile = 0;
-      if (++unit == p.units) {
-        unit = 0;
-        ++index;
+      if (++slice == p.slices) {
+        slice = 0;
+        ++kv_head;
+      }
+      if (kv_head == p.op.num_kv_heads) {
+        kv_head = 0;
         sequence = next_sequence;
         fetch_next_sequence();
       }
@@ -162,8 +179,8 @@ struct WarpAttention {
   uint32_t query[Traits::kSharedQuery ? 1 : kSlices][4];
   uint32_t shared_query;
   float sums[HEAD_DIM / 8][4];
-  float maximum[2], sum[2];  // of rows g and g + 8; `sum` of this lane's columns only
-  int last_key[2];           // that the rows see; with a window they see `window` keys up to it
+  float maximum[2], sum[2];      // of rows g and g + 8; `sum` of this lane's columns only
+  int last_key[2];               // that the rows see; with a window they see `window` keys up to it
   int all_see_to, all_see_from;  // keys in between are seen by every row
 
   // The whole block. `shared`: where Q lies, if in shared memory.
@@ -177,9 +194,9 @@ struct WarpAttention {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int row = first_row + smaller(group_lane + 8 * half, rows - 1);
-      rows_of[half] = static_cast<const T*>(p.op.query) +
-                      row_offset(p, s.query_start, kv_head, row, p.op.query_stride_token,
-                                 p.op.query_stride_head);
+      rows_of[half] = static_cast<const T*>(p.op.query) + row_offset(p, s.query_start, kv_head, row,
+                                                                     p.op.query_stride_token,
+                                                                     p.op.query_stride_head);
       last_key[half] = s.seq_len - s.query_len + row / p.group;
       maximum[half] = -INFINITY;
       sum[half] = 0.0f;
@@ -316,8 +333,9 @@ struct WarpAttention {
 };
 
 template <typename T, int HEAD_DIM>
-__global__ __launch_bounds__(DecodeTraits<HEAD_DIM>::kThreads, kDecodeBlocksPerSM) void decode_kernel(
-    const __grid_constant__ KernelParams p) {
+__global__ __launch_bounds__(
+    DecodeTraits<HEAD_DIM>::kThreads,
+    kDecodeBlocksPerSM) void decode_kernel(const __grid_constant__ KernelParams p) {
   using Traits = DecodeTraits<HEAD_DIM>;
   extern __shared__ __align__(128) char shared[];
   const int warp = threadIdx.x / 32;
@@ -331,8 +349,6 @@ __global__ __launch_bounds__(DecodeTraits<HEAD_DIM>::kThreads, kDecodeBlocksPerS
   const PlanView plan(p);
   const BlockRecord record = plan.blocks[blockIdx.x];
   if (record.num_tiles > 0) {
-    const bool deterministic = plan.header->deterministic != 0;
-    const Partition partition(plan.header->total_tiles, gridDim.x);
     TileLoader<T, HEAD_DIM> loader(p, plan, record);
     int issue_stage = 0;
     auto issue_next = [&] {
@@ -344,6 +360,8 @@ __global__ __launch_bounds__(DecodeTraits<HEAD_DIM>::kThreads, kDecodeBlocksPerS
     };
     for (int i = 0; i < p.stages - 1; ++i) issue_next();
 
+    const bool deterministic = plan.header->deterministic != 0;
+    const Partition partition(plan.header->total_tiles, gridDim.x);
     const PartWriter<T, HEAD_DIM, Traits::kThreads> writer(p, plan);
     WarpAttention<T, HEAD_DIM> attention;
     SequenceRecord sequence = record.sequence;
@@ -360,7 +378,8 @@ __global__ __launch_bounds__(DecodeTraits<HEAD_DIM>::kThreads, kDecodeBlocksPerS
       int first = (sequence.first_tile + tile) * kTileTokens + warp * kWarpTokens;
       for (int step = (end - tile) * Traits::kSteps; step > 0; --step) {
         wait_copies(p.stages - 2);
-        __syncwarp();  // every lane's copies are there, and every lane is done with the stage before
+        __syncwarp();  // every lane's copies are there, and every lane is done with the stage
+                       // before
         issue_next();
         if (first < sequence.seq_len && first + kWarpTokens > sequence.first_key) {
           attention.step(p, ring_address + stage * Traits::kWarpStageBytes, first);
@@ -372,11 +391,13 @@ __global__ __launch_bounds__(DecodeTraits<HEAD_DIM>::kThreads, kDecodeBlocksPerS
 
       // The next copy into last_stage is issued after the barrier at the end of this.
       __syncwarp();
-      const int rows = smaller(kDecodeRows, sequence.query_len * p.group - unit % p.slices * kDecodeRows);
+      const int rows =
+          smaller(kDecodeRows, sequence.query_len * p.group - unit % p.slices * kDecodeRows);
       attention.leave(reinterpret_cast<float*>(ring + last_stage * Traits::kWarpStageBytes),
                       scales[warp], rows);
       __syncthreads();
-      const Unit unit_place{sequence.list_begin + unit * sequence.num_tiles, sequence.num_tiles, chunk};
+      const Unit unit_place{sequence.list_begin + unit * sequence.num_tiles, sequence.num_tiles,
+                            chunk};
       writer.template finish<Traits::kWarps>(
           Part{
               .sequence = &sequence,
@@ -414,9 +435,11 @@ cudaError_t launch(KernelParams p, cudaStream_t stream) {
   const auto kernel = decode_kernel<T, HEAD_DIM>;
   DeviceLimits limits;
   if (cudaError_t status = device_limits(&limits); status != cudaSuccess) return status;
-  // As many stages as leave room for kDecodeBlocksPerSM blocks; three even if that is one block only.
+  // As many stages as leave room for kDecodeBlocksPerSM blocks; three even if that is one block
+  // only.
   auto stages_in = [](int bytes) { return (bytes - Traits::kTailBytes) / Traits::kStageBytes; };
-  const int shared_out = stages_in(limits.shared_per_sm / kDecodeBlocksPerSM - limits.shared_reserved);
+  const int shared_out =
+      stages_in(limits.shared_per_sm / kDecodeBlocksPerSM - limits.shared_reserved);
   const int alone = stages_in(limits.shared_per_block);
   p.stages = larger(smaller(shared_out, kMaxStages), smaller(alone, 3));
   if (p.stages < kMinStages) return cudaErrorInvalidConfiguration;

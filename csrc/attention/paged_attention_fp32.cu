@@ -6,19 +6,18 @@
 //
 //   tensor        shape                                             dtype      strides (elements)
 //   query         [num_tokens, num_heads, D]                        float32    free, free, 1
-//   kv_cache      [num_blocks, 2, num_kv_heads, block_size, D]      float32    cache_stride_block, dense
-//   block_table   [num_seqs, max_blocks]                            int32      block_table_stride, 1
-//   plan          PlanLayout                                        int32
-//   workspace     see partial_results.cuh                           float32
-//   out           [num_tokens, num_heads, D]                        float32    dense
+//   kv_cache      [num_blocks, 2, num_kv_heads, block_size, D]      float32    cache_stride_block,
+//   dense block_table   [num_seqs, max_blocks]                            int32 block_table_stride,
+//   1 plan          PlanLayout                                        int32 workspace     see
+//   partial_results.cuh                           float32 out           [num_tokens, num_heads, D]
+//   float32    dense
 //
-// Grids and what a block owns: those of the tensor-core kernels, so that one plan serves every dtype;
-// but a prefill block owns 16 rows of a tile, not all. Eight threads own a row: thread c of them the
-// scores of keys c, c + 8, .. and the output columns 4 c .. 4 c + 3, 4 c + 32 .. and so on.
-// Shared memory: Q [16, D]; K [32, D + 4]; V [32, D]; P [16, 36]; at the end of a unit O in K's place.
-// Template: HEAD_DIM.
-// Invariants: keys outside the sequence (or before its window) are never read: their shared memory is
-// zeroed and their scores are -inf.
+// Grids and what a block owns: those of the tensor-core kernels, so that one plan serves every
+// dtype; but a prefill block owns 16 rows of a tile, not all. Eight threads own a row: thread c of
+// them the scores of keys c, c + 8, .. and the output columns 4 c .. 4 c + 3, 4 c + 32 .. and so
+// on. Shared memory: Q [16, D]; K [32, D + 4]; V [32, D]; P [16, 36]; at the end of a unit O in K's
+// place. Template: HEAD_DIM. Invariants: keys outside the sequence (or before its window) are never
+// read: their shared memory is zeroed and their scores are -inf.
 #include "attention/dispatch.h"
 #include "attention/kernel_params.cuh"
 #include "attention/launchers.cuh"
@@ -84,11 +83,11 @@ struct Fp32Attention {
     for (int i = threadIdx.x; i < kRows * kChunks; i += kThreads) {
       const int r = i / kChunks, column = i % kChunks * 4;
       const bool valid = r < block.rows;
-      const float* from = static_cast<const float*>(p.op.query) +
-                          row_offset(p, block.query_start, block.kv_head,
-                                     block.first_row + (valid ? r : 0), p.op.query_stride_token,
-                                     p.op.query_stride_head) +
-                          column;
+      const float* from =
+          static_cast<const float*>(p.op.query) +
+          row_offset(p, block.query_start, block.kv_head, block.first_row + (valid ? r : 0),
+                     p.op.query_stride_token, p.op.query_stride_head) +
+          column;
       copy_async(shared_address(&shared.query[r][column]), from, valid);
     }
     // Waited for in step().
@@ -109,8 +108,7 @@ struct Fp32Attention {
                ((key & ((1 << p.block_shift) - 1)) * HEAD_DIM + column) * sizeof(float);
       }
       copy_async(shared_address(&shared.keys[r][column]), from, valid);
-      copy_async(shared_address(&shared.values[r][column]),
-                 from + pages.value_bytes, valid);
+      copy_async(shared_address(&shared.values[r][column]), from + pages.value_bytes, valid);
     }
     commit_copies();
     wait_copies<0>();
@@ -133,8 +131,8 @@ struct Fp32Attention {
       const int key = first + lane() + i * kLanes;
       float s = scores[i] * p.score.inner;
       if (p.score.capped) s = tanhf(s);
-      const bool seen = key <= last_key && key >= block.key_begin &&
-                        (p.window == 0 || key > last_key - p.window);
+      const bool seen =
+          key <= last_key && key >= block.key_begin && (p.window == 0 || key > last_key - p.window);
       scores[i] = seen ? s : -INFINITY;
       m = fmaxf(m, scores[i]);
     }
@@ -194,8 +192,8 @@ struct Fp32Attention {
 };
 
 template <int HEAD_DIM>
-__global__ __launch_bounds__(kThreads, 2) void decode_fp32_kernel(const __grid_constant__
-                                                                   KernelParams p) {
+__global__ __launch_bounds__(kThreads,
+                             2) void decode_fp32_kernel(const __grid_constant__ KernelParams p) {
   extern __shared__ __align__(16) char bytes[];
   auto& shared = *reinterpret_cast<SharedTiles<HEAD_DIM>*>(bytes);
   const PlanView plan(p);
@@ -269,8 +267,8 @@ __global__ __launch_bounds__(kThreads, 2) void decode_fp32_kernel(const __grid_c
 }
 
 template <int HEAD_DIM>
-__global__ __launch_bounds__(kThreads) void prefill_fp32_kernel(const __grid_constant__
-                                                                    KernelParams p) {
+__global__ __launch_bounds__(kThreads) void prefill_fp32_kernel(
+    const __grid_constant__ KernelParams p) {
   extern __shared__ __align__(16) char bytes[];
   auto& shared = *reinterpret_cast<SharedTiles<HEAD_DIM>*>(bytes);
   constexpr int kSubTiles = (HEAD_DIM > 128 ? 64 : 128) / kRows;  // of prefill_tile_rows(HEAD_DIM)
@@ -328,8 +326,8 @@ cudaError_t launch_decode_fp32(const KernelParams& p, cudaStream_t stream) {
 }
 
 cudaError_t launch_prefill_fp32(const KernelParams& p, cudaStream_t stream) {
-  const int64_t tiles = max_prefill_tiles(p.op.num_seqs, p.op.num_tokens, p.op.max_query_len,
-                                          p.group, p.op.head_dim);
+  const int64_t tiles =
+      max_prefill_tiles(p.op.num_seqs, p.op.num_tokens, p.op.max_query_len, p.group, p.op.head_dim);
   const int64_t sub_tiles = prefill_tile_rows(static_cast<int>(p.op.head_dim)) / kRows;
   return dispatch_head_dim(p.op.head_dim, [&](auto head_dim) {
     return launch<head_dim.value>(prefill_fp32_kernel<head_dim.value>,

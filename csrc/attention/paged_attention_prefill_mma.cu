@@ -1,26 +1,28 @@
-// Prefill: attention of sequences with many query rows (fp16, bf16), tiled along the rows, on tensor cores
-// through mma.sync (sm_80 and newer).
+// Prefill: attention of sequences with many query rows (fp16, bf16), tiled along the rows, on
+// tensor cores through mma.sync (sm_80 and newer).
 //
-//   for Q [M x D] a tile of packed query rows, over tiles of keys (64; 32 for a D of 256) from the last to the first:
+//   for Q [M x D] a tile of packed query rows, over tiles of keys (64; 32 for a D of 256) from the
+//   last to the first:
 //     S = Q K^T;  m' = max(m, rowmax S);  P = 2^(S - m');  l = l 2^(m - m') + rowsum P
-//     O = O 2^(m - m') + P V;             at the end: out = O / l             (FlashAttention, Dao 2022)
+//     O = O 2^(m - m') + P V;             at the end: out = O / l             (FlashAttention, Dao
+//     2022)
 //
 //   tensor        shape                                             dtype      strides (elements)
 //   query         [num_tokens, num_heads, D]                        T          free, free, 1
-//   kv_cache      [num_blocks, 2, num_kv_heads, block_size, D]      T          cache_stride_block, dense
-//   block_table   [num_seqs, max_blocks]                            int32      block_table_stride, 1
-//   plan          PrefillTile [num_prefill_tiles], longest first    int32
-//   out           [num_tokens, num_heads, D]                        T          dense
+//   kv_cache      [num_blocks, 2, num_kv_heads, block_size, D]      T          cache_stride_block,
+//   dense block_table   [num_seqs, max_blocks]                            int32 block_table_stride,
+//   1 plan          PrefillTile [num_prefill_tiles], longest first    int32 out [num_tokens,
+//   num_heads, D]                        T          dense
 //
-// Grid: the most tiles that a batch of this shape can have x num_kv_heads; blocks past the plan's count
-// leave at once. The hardware hands out blocks in order, so that the longest tiles start first.
-// A block owns M = prefill_tile_rows packed rows of one KV head: the query heads that share it lie side by
-// side, which halves nothing for a long chunk and fills the tile for a short one. Each of its four warps
-// owns M / 4 rows, their softmax and their output.
-// Shared memory: Q [M]; two buffers of (K, V) of a tile; the block ids of the next tiles. One barrier a tile.
-// Template: T, the element type; HEAD_DIM.
-// Invariants: keys outside key_begin .. seq_len - 1 are never read: their shared memory is zeroed (0 * NaN
-// would be NaN). Only tiles that some row does not see whole are masked.
+// Grid: the most tiles that a batch of this shape can have x num_kv_heads; blocks past the plan's
+// count leave at once. The hardware hands out blocks in order, so that the longest tiles start
+// first. A block owns M = prefill_tile_rows packed rows of one KV head: the query heads that share
+// it lie side by side, which halves nothing for a long chunk and fills the tile for a short one.
+// Each of its four warps owns M / 4 rows, their softmax and their output. Shared memory: Q [M]; two
+// buffers of (K, V) of a tile; the block ids of the next tiles. One barrier a tile. Template: T,
+// the element type; HEAD_DIM. Invariants: keys outside key_begin .. seq_len - 1 are never read:
+// their shared memory is zeroed (0 * NaN would be NaN). Only tiles that some row does not see whole
+// are masked.
 #include "attention/dispatch.h"
 #include "attention/kernel_params.cuh"
 #include "attention/launchers.cuh"
@@ -51,18 +53,20 @@ struct PrefillTraits {
 // The rows of one block and the keys that they see.
 struct TileWork {
   PrefillTile tile;
-  int kv_head, rows;                  // rows: of the tile that exist
-  int first_position, last_position;  // of the rows' query tokens
-  int key_begin;                      // keys key_begin .. last_position are seen by some row
-  int first_tile, num_tiles;          // of keys
+  int kv_head, rows;             // rows: of the tile that exist
+  int key_begin;                 // keys from here on to the last row's are seen by some row
+  int all_see_from, all_see_to;  // keys in between are seen by every row
+  int first_tile, num_tiles;     // of keys
 
   __device__ TileWork(const KernelParams& p, const PrefillTile& tile, int tile_rows, int tile_keys)
       : tile(tile), kv_head(blockIdx.x % p.op.num_kv_heads) {
     rows = smaller(tile_rows, tile.query_len * p.group - tile.first_row);
     const int before = tile.seq_len - tile.query_len;
-    first_position = before + tile.first_row / p.group;
-    last_position = before + (tile.first_row + rows - 1) / p.group;
+    const int first_position = before + tile.first_row / p.group;
+    const int last_position = before + (tile.first_row + rows - 1) / p.group;
     key_begin = p.window > 0 ? larger(0, first_position - p.window + 1) : 0;
+    all_see_from = p.window > 0 ? last_position - p.window + 1 : 0;
+    all_see_to = first_position;
     first_tile = key_begin / tile_keys;
     num_tiles = larger(0, ceil_div(last_position + 1, tile_keys) - first_tile);
   }
@@ -76,11 +80,11 @@ __device__ __forceinline__ void load_queries(const KernelParams& p, const TileWo
   for (int i = threadIdx.x; i < Traits::kRows * Rows::kChunks; i += kThreads) {
     const int row = i / Rows::kChunks, chunk = i % Rows::kChunks;
     const bool valid = row < work.rows;
-    const T* from = static_cast<const T*>(p.op.query) +
-                    row_offset(p, work.tile.query_start, work.kv_head,
-                               work.tile.first_row + (valid ? row : 0), p.op.query_stride_token,
-                               p.op.query_stride_head) +
-                    chunk * 8;
+    const T* from =
+        static_cast<const T*>(p.op.query) +
+        row_offset(p, work.tile.query_start, work.kv_head, work.tile.first_row + (valid ? row : 0),
+                   p.op.query_stride_token, p.op.query_stride_head) +
+        chunk * 8;
     copy_async(shared + Rows::offset(row, chunk), from, valid);
   }
 }
@@ -97,7 +101,7 @@ __device__ __forceinline__ void load_keys(const KernelParams& p, const TileWork&
   const int first = tile * Traits::kKeys;
   const unsigned seen_keys = work.tile.seq_len - work.key_begin;
   static_assert(Traits::kKeys * Rows::kChunks % kThreads == 0);
-#pragma unroll
+#pragma unroll(Walk::kWholeRows ? 8 : 1)  // where j changes the column, unrolling would spill
   for (int j = 0; j < Traits::kKeys * Rows::kChunks / kThreads; ++j) {
     const int row = Walk::row(threadIdx.x, j), chunk = Walk::chunk(threadIdx.x, j);
     const bool valid = static_cast<unsigned>(first + row - work.key_begin) < seen_keys;
@@ -110,8 +114,8 @@ __device__ __forceinline__ void load_keys(const KernelParams& p, const TileWork&
 }
 
 template <typename T, int HEAD_DIM>
-__global__ __launch_bounds__(kThreads, 2) void prefill_mma_kernel(const __grid_constant__
-                                                                      KernelParams p) {
+__global__ __launch_bounds__(kThreads,
+                             2) void prefill_mma_kernel(const __grid_constant__ KernelParams p) {
   using Traits = PrefillTraits<HEAD_DIM>;
   using Rows = TileRows<HEAD_DIM>;
   constexpr int kRowTiles = Traits::kRowTiles;
@@ -129,23 +133,24 @@ __global__ __launch_bounds__(kThreads, 2) void prefill_mma_kernel(const __grid_c
   const uint32_t queries = shared_address(shared);
   const uint32_t keys = queries + Traits::kQueryBytes;
   const int32_t* table = p.op.block_table + work.tile.seq * p.op.block_table_stride;
-  // Block `threadIdx.x` of the n-th tile from the end. Tokens outside the sequence take the id of one
-  // inside: it is not used, and no other may be read.
-  auto fetch_id = [&](int n) {
+  // Thread i fetches the id of the i-th block of the n-th tile from the end. Tokens outside the
+  // sequence take the id of one inside: it is not used, and no other may be read.
+  auto fetch_ids = [&](int n) {
+    if (static_cast<int>(threadIdx.x) >= larger(1, kKeys >> p.block_shift)) return;
     int token = ((work.first_tile + work.num_tiles - 1 - n) * kKeys) +
                 (static_cast<int>(threadIdx.x) << p.block_shift);
     token = larger(work.key_begin, smaller(token, work.tile.seq_len - 1));
-    return table[token >> p.block_shift];
+    copy_async_int(shared_address(&ids[n & 1][threadIdx.x]), table + (token >> p.block_shift));
   };
-  const bool fetches = static_cast<int>(threadIdx.x) < larger(1, kKeys >> p.block_shift);
 
   load_queries<T, HEAD_DIM>(p, work, queries);
-  int next_id = 0;
   if (work.num_tiles > 0) {
-    if (fetches) ids[0][threadIdx.x] = fetch_id(0);
-    if (fetches && work.num_tiles > 1) next_id = fetch_id(1);
+    fetch_ids(0);
+    commit_copies();
+    wait_copies<0>();
     __syncthreads();
     load_keys<T, HEAD_DIM>(p, work, work.first_tile + work.num_tiles - 1, ids[0], keys);
+    if (work.num_tiles > 1) fetch_ids(1);
   }
   commit_copies();
 
@@ -157,14 +162,15 @@ __global__ __launch_bounds__(kThreads, 2) void prefill_mma_kernel(const __grid_c
   for (int n = 0; n < work.num_tiles; ++n) {
     const int key_tile = work.first_tile + work.num_tiles - 1 - n;
     const int next = n + 1;
-    if (fetches && next < work.num_tiles) ids[next & 1][threadIdx.x] = next_id;
     wait_copies<0>();
-    __syncthreads();  // tile n and the ids of tile n + 1 are there, and everybody is done with n - 1
+    __syncthreads();  // tile n and the ids of tile n + 1 are there, and everybody is done with n -
+                      // 1
     if (next < work.num_tiles) {
       load_keys<T, HEAD_DIM>(p, work, key_tile - 1, ids[next & 1],
                              keys + (next & 1) * 2 * Traits::kKeyBytes);
+      // Into the place of this tile's ids, which have served.
+      if (next + 1 < work.num_tiles) fetch_ids(next + 1);
       commit_copies();
-      if (fetches && next + 1 < work.num_tiles) next_id = fetch_id(next + 1);
     }
     const uint32_t k_tile = keys + (n & 1) * 2 * Traits::kKeyBytes;
     const uint32_t v_tile = k_tile + Traits::kKeyBytes;
@@ -202,8 +208,7 @@ __global__ __launch_bounds__(kThreads, 2) void prefill_mma_kernel(const __grid_c
       }
     }
     const int first_key = key_tile * kKeys;
-    if (first_key + kKeys - 1 > work.first_position ||
-        (p.window > 0 && first_key <= work.last_position - p.window)) {
+    if (first_key + kKeys - 1 > work.all_see_to || first_key < work.all_see_from) {
 #pragma unroll
       for (int r = 0; r < kRowTiles; ++r) {
 #pragma unroll
@@ -283,8 +288,8 @@ __global__ __launch_bounds__(kThreads, 2) void prefill_mma_kernel(const __grid_c
 #pragma unroll
       for (int slice = 0; slice < HEAD_DIM / 16; ++slice) {
         uint32_t v[4];
-        load_matrices_transposed(
-            v, v_tile + Rows::offset(c * 16 + lane % 16, slice * 2 + lane / 16));
+        load_matrices_transposed(v,
+                                 v_tile + Rows::offset(c * 16 + lane % 16, slice * 2 + lane / 16));
 #pragma unroll
         for (int r = 0; r < kRowTiles; ++r) {
           multiply_add<T>(sums[r][slice * 2], weights[r], v[0], v[1]);
@@ -294,8 +299,8 @@ __global__ __launch_bounds__(kThreads, 2) void prefill_mma_kernel(const __grid_c
     }
   }
 
-  // Out, through the warp's own rows of Q's place, so that whole rows are written 16 bytes at a time.
-  // (Without a tile of keys the copies of Q may still be under way.)
+  // Out, through the warp's own rows of Q's place, so that whole rows are written 16 bytes at a
+  // time. (Without a tile of keys the copies of Q may still be under way.)
   wait_copies<0>();
   __syncthreads();
 #pragma unroll
@@ -318,7 +323,8 @@ __global__ __launch_bounds__(kThreads, 2) void prefill_mma_kernel(const __grid_c
   for (int i = lane; i < Traits::kWarpRows * Rows::kChunks; i += 32) {
     const int row = warp * Traits::kWarpRows + i / Rows::kChunks, chunk = i % Rows::kChunks;
     if (row >= work.rows) break;
-    T* to = output_row<T, HEAD_DIM>(p, work.tile.query_start, work.kv_head, work.tile.first_row + row);
+    T* to =
+        output_row<T, HEAD_DIM>(p, work.tile.query_start, work.kv_head, work.tile.first_row + row);
     *reinterpret_cast<uint4*>(to + chunk * 8) =
         *reinterpret_cast<const uint4*>(shared + Rows::offset(row, chunk));
   }
@@ -331,8 +337,8 @@ cudaError_t launch(const KernelParams& p, cudaStream_t stream) {
   const cudaError_t status = cudaFuncSetAttribute(
       kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Traits::kSharedBytes);
   if (status != cudaSuccess) return status;
-  const int64_t tiles = max_prefill_tiles(p.op.num_seqs, p.op.num_tokens, p.op.max_query_len,
-                                          p.group, HEAD_DIM);
+  const int64_t tiles =
+      max_prefill_tiles(p.op.num_seqs, p.op.num_tokens, p.op.max_query_len, p.group, HEAD_DIM);
   const auto blocks = static_cast<unsigned>(tiles * p.op.num_kv_heads);
   kernel<<<blocks, kThreads, Traits::kSharedBytes, stream>>>(p);
   return cudaGetLastError();

@@ -1,10 +1,12 @@
 // How a unit that was computed in parts becomes an output: parts go to the workspace, and the block
-// that finishes last merges them, in the same launch. (A second kernel for the merge would cost every
-// layer its launch, about 1 us in a graph, and could not overlap with the blocks still reading.)
+// that finishes last merges them, in the same launch. (A second kernel for the merge would cost
+// every layer its launch, about 1 us in a graph, and could not overlap with the blocks still
+// reading.)
 //
 // A part's result for one packed row is the maximum m of its scores, the sum l of 2^(score - m) and
 // the sums o[HEAD_DIM] of 2^(score - m) * value. Two results fold into one:
-//   m = max(m1, m2);  l = l1 2^(m1 - m) + l2 2^(m2 - m);  o likewise         (Milakov, Gimelshein 2018)
+//   m = max(m1, m2);  l = l1 2^(m1 - m) + l2 2^(m2 - m);  o likewise         (Milakov, Gimelshein
+//   2018)
 //
 //   workspace   shape                                         dtype
 //   sums        [grid * kSlotsPerBlock, partial_rows, D]      float32
@@ -50,8 +52,8 @@ __device__ __forceinline__ void store_row(T* to, float4 v) {
   }
 }
 
-// The element of `out` (or, with the strides of the query, of the query) that packed row `row` of a KV
-// head begins at.
+// The element of `out` (or, with the strides of the query, of the query) that packed row `row` of a
+// KV head begins at.
 __device__ __forceinline__ int64_t row_offset(const KernelParams& p, int query_start, int kv_head,
                                               int row, int64_t stride_token, int64_t stride_head) {
   const int token = row / p.group, head = row % p.group;
@@ -62,13 +64,13 @@ __device__ __forceinline__ int64_t row_offset(const KernelParams& p, int query_s
 template <typename T, int HEAD_DIM>
 __device__ __forceinline__ T* output_row(const KernelParams& p, int query_start, int kv_head,
                                          int row) {
-  return static_cast<T*>(p.op.out) + row_offset(p, query_start, kv_head, row,
-                                                p.op.num_heads * HEAD_DIM, HEAD_DIM);
+  return static_cast<T*>(p.op.out) +
+         row_offset(p, query_start, kv_head, row, p.op.num_heads * HEAD_DIM, HEAD_DIM);
 }
 
 // What several warps of a block leave in shared memory: the results of the keys that each has seen.
-// Rows of `sums` are HEAD_DIM floats; their columns are xored by the row so that the rows which a warp
-// writes at a time lie in different banks.
+// Rows of `sums` are HEAD_DIM floats; their columns are xored by the row so that the rows which a
+// warp writes at a time lie in different banks.
 template <int HEAD_DIM>
 struct WarpSums {
   static constexpr int kFloats = kDecodeRows * HEAD_DIM;
@@ -81,7 +83,7 @@ struct WarpSums {
 // One part of a unit, as its block has it.
 struct Part {
   const SequenceRecord* sequence;
-  int unit;            // KV head * slices + slice
+  int unit;  // KV head * slices + slice
   PartSlots slots;
   bool prefix;         // the block's range holds the unit's first tile
   bool accumulates;    // earlier chunks of the prefix are to be folded in
@@ -103,9 +105,9 @@ struct PartWriter {
       : p(p),
         plan(plan),
         sums(p.op.workspace),
-        scales(reinterpret_cast<float2*>(
-            p.op.workspace +
-            static_cast<int64_t>(p.grid) * kSlotsPerBlock * p.partial_rows * HEAD_DIM)) {}
+        scales(reinterpret_cast<float2*>(p.op.workspace + static_cast<int64_t>(p.grid) *
+                                                              kSlotsPerBlock * p.partial_rows *
+                                                              HEAD_DIM)) {}
 
   __device__ __forceinline__ RowState load(int slot, int row, int column) const {
     const int64_t at = static_cast<int64_t>(slot) * p.partial_rows + row;

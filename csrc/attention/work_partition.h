@@ -1,19 +1,21 @@
-// How the GPU's attention work is counted, cut and found again: plain arithmetic, the same on the host
-// and on the device, without CUDA headers, so that a host program can test it.
+// How the GPU's attention work is counted, cut and found again: plain arithmetic, the same on the
+// host and on the device, without CUDA headers, so that a host program can test it.
 //
-// Rows. The query rows of one sequence that read one KV head are packed: packed row r of KV head h is
-// query token r / group and query head h * group + r % group, with group = num_heads / num_kv_heads.
+// Rows. The query rows of one sequence that read one KV head are packed: packed row r of KV head h
+// is query token r / group and query head h * group + r % group, with group = num_heads /
+// num_kv_heads.
 //
-// Decode. A sequence with one query token, or with at most kDecodeRows packed rows, is decode work: it
-// is cut along its keys. A *unit* is one (sequence, KV head, slice of kDecodeRows packed rows); it has
-// as many *tiles* of kTileTokens keys as its sequence. The tiles of all units, sequence by sequence
-// and head by head, form one list, which is cut into `num_blocks` contiguous ranges of equal length.
-// A unit that lies in several ranges is computed in parts, which the last block to finish merges.
+// Decode. A sequence with one query token, or with at most kDecodeRows packed rows, is decode work:
+// it is cut along its keys. A *unit* is one (sequence, KV head, slice of kDecodeRows packed rows);
+// it has as many *tiles* of kTileTokens keys as its sequence. The tiles of all units, sequence by
+// sequence and head by head, form one list, which is cut into `num_blocks` contiguous ranges of
+// equal length. A unit that lies in several ranges is computed in parts, which the last block to
+// finish merges.
 //
-// In deterministic mode ranges are cut at *chunks* only: chunk_tiles tiles, a number that depends on
-// the sequence's length alone. A chunk belongs to the range that its first tile falls into, starts
-// from an empty state, and chunks are always folded one after another from the left, so that where a
-// range ends does not show in the result.
+// In deterministic mode ranges are cut at *chunks* only: chunk_tiles tiles, a number that depends
+// on the sequence's length alone. A chunk belongs to the range that its first tile falls into,
+// starts from an empty state, and chunks are always folded one after another from the left, so that
+// where a range ends does not show in the result.
 //
 // Prefill. Every other sequence is cut into tiles of prefill_tile_rows packed rows, each of which
 // walks its keys alone.
@@ -40,8 +42,8 @@ constexpr int kMinChunkTiles = 4;
 constexpr int kSlotsPerBlock = kMaxChunks + 1;
 
 // Blocks of the decode grid for each multiprocessor. Two, with three stages of 32 KB each, is what
-// brings the bare loads of a paged cache closest to the memory's rate on an H200 (4.34 of 4.39 TB/s);
-// one block with six stages reached 4.1.
+// brings the bare loads of a paged cache closest to the memory's rate on an H200 (4.34 of 4.39
+// TB/s); one block with six stages reached 4.1.
 constexpr int kDecodeBlocksPerSM = 2;
 
 // Packed rows of a prefill tile. A head_dim of 256 has half: the accumulators would not fit.
@@ -73,9 +75,9 @@ PAGEDINFER_HOST_DEVICE int chunk_tiles(int num_tiles, bool deterministic) {
   return deterministic ? larger(kMinChunkTiles, ceil_div(num_tiles, kMaxChunks)) : 1;
 }
 
-// The list of `total` tiles, cut into `blocks` contiguous ranges whose lengths differ by one at most;
-// the longer ones come first, so that with fewer tiles than blocks the first blocks, which lie on
-// different multiprocessors, have one each.
+// The list of `total` tiles, cut into `blocks` contiguous ranges whose lengths differ by one at
+// most; the longer ones come first, so that with fewer tiles than blocks the first blocks, which
+// lie on different multiprocessors, have one each.
 struct Partition {
   int base, extra;
 
@@ -117,7 +119,8 @@ struct Unit {
 //
 // Slots of block b: b * kSlotsPerBlock + ...
 //   0 .. kMaxChunks - 2       parts of the unit that began in an earlier range
-//   kMaxChunks - 1, + 1       the prefix, alternating: chunk k is folded from the one into the other
+//   kMaxChunks - 1, + 1       the prefix, alternating: chunk k is folded from the one into the
+//   other
 struct PartSlots {
   Partition partition;
   Unit unit;
@@ -204,8 +207,8 @@ struct alignas(16) PrefillTile {
 
 constexpr int kInts = sizeof(int32_t);
 
-// Offsets, in int32s, of the plan's arrays. They depend on the grid and num_seqs alone: a buffer may
-// have been made for more tokens than the batch has.
+// Offsets, in int32s, of the plan's arrays. They depend on the grid and num_seqs alone: a buffer
+// may have been made for more tokens than the batch has.
 struct PlanLayout {
   int64_t blocks, counters, sequences, prefill_begin, zero_runs, prefill_tiles;
 
@@ -215,7 +218,8 @@ struct PlanLayout {
     sequences = counters + (grid + 3) / 4 * 4;
     prefill_begin = sequences + num_seqs * static_cast<int64_t>(sizeof(SequenceRecord) / kInts);
     zero_runs = prefill_begin + (num_seqs + 4) / 4 * 4;
-    prefill_tiles = zero_runs + (num_seqs * static_cast<int64_t>(sizeof(ZeroRun) / kInts) + 3) / 4 * 4;
+    prefill_tiles =
+        zero_runs + (num_seqs * static_cast<int64_t>(sizeof(ZeroRun) / kInts) + 3) / 4 * 4;
   }
 };
 
