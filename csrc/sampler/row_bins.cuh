@@ -26,22 +26,28 @@ struct Bins {
     __syncthreads();
   }
 
-  __device__ void add(int bin, uint64_t token_weight) {
-    atomicAdd(&count[bin], 1u);
-    weight[bin].add(token_weight);
+  __device__ void add_count(int bin) { atomicAdd(&count[bin], 1u); }
+  __device__ void add_weight(int bin, uint64_t token_weight) { weight[bin].add(token_weight); }
+};
+
+// What a cut through the order must have before it and in it: so many tokens, or so much weight, or
+// a share of the total weight in units of 2^-32.
+struct Need {
+  enum class Of { count, weight, share } of;
+  uint64_t amount;  // >= 1, unless a share
+
+  __device__ uint64_t amount_of(uint64_t total_weight) const {
+    return of == Of::share ? top_p_target(total_weight, amount) : amount;
   }
 };
 
 // Where a cut through the bins falls.
 struct BinCut {
   int bin;                  // kNumBins: all of them together do not meet the need
-  uint32_t count;           // tokens in that bin
   uint64_t need;            // what the bins before it leave of the need
   uint64_t weight_through;  // of the bins up to it, that bin included
   uint64_t total_weight;
 };
-
-enum class By { count, weight };
 
 // Finds the first of 32 lanes at which the running sum of `amount` reaches the need, 32 if none
 // does; takes the lanes before it off the need.
@@ -55,11 +61,10 @@ __device__ inline int cut_lanes(uint64_t amount, uint64_t* need) {
   return lane;
 }
 
-// Cuts the team's bins where `need_of(total weight)`, at least 1, is met. All threads call this
-// once they have added their tokens, and get the same answer in `shared`. The bins may be cleared
+// Cuts the team's bins. All threads call this once they have added their tokens' counts (or
+// weights, as the need has it), and get the same answer, through `shared`. The bins may be cleared
 // again after the next barrier of the team.
-template <typename NeedOf>
-__device__ BinCut cut_bins(Bins& bins, By by, const NeedOf& need_of, BinCut& shared) {
+static __device__ __noinline__ BinCut cut_bins(Bins& bins, const Need& need, BinCut& shared) {
   __syncthreads();
   for (int section = warp_index(); section < kSections; section += kWarps) {
     const int bin = section * kWarpSize + lane_index();
@@ -83,13 +88,14 @@ __device__ BinCut cut_bins(Bins& bins, By by, const NeedOf& need_of, BinCut& sha
       }
       total += weights[part];
     }
-    BinCut cut = {kNumBins, 0, 0, 0, warp_sum(total)};
-    cut.need = need_of(cut.total_weight);
+    BinCut cut = {kNumBins, 0, 0, warp_sum(total)};
+    cut.need = need.amount_of(cut.total_weight);
+    const bool by_count = need.of == Need::Of::count;
 
     int section = kSections;
     uint64_t weight_before = 0;
     for (int part = 0; part < kSections / kWarpSize && section == kSections; ++part) {
-      const int lane = cut_lanes(by == By::weight ? weights[part] : counts[part], &cut.need);
+      const int lane = cut_lanes(by_count ? counts[part] : weights[part], &cut.need);
       if (lane < kWarpSize) section = part * kWarpSize + lane;
       weight_before += warp_sum(lane_index() < lane ? weights[part] : 0);
     }
@@ -101,9 +107,8 @@ __device__ BinCut cut_bins(Bins& bins, By by, const NeedOf& need_of, BinCut& sha
         weight += theirs.weight[bin].value();
         count += theirs.count[bin];
       }
-      const int lane = cut_lanes(by == By::weight ? weight : count, &cut.need);
+      const int lane = cut_lanes(by_count ? count : weight, &cut.need);
       cut.bin = section * kWarpSize + lane;
-      cut.count = static_cast<uint32_t>(__shfl_sync(kAllLanes, count, lane));
       cut.weight_through = weight_before + warp_sum(lane_index() <= lane ? weight : 0);
     }
     if (lane_index() == 0) shared = cut;

@@ -52,8 +52,7 @@ __device__ inline void unpack(const uint4& raw, float (&x)[8], const Float16*) {
 
 template <typename T>
 struct Row {
-  static constexpr int kVector = 16 / sizeof(T);  // columns
-  static constexpr int kInFlight = 4;             // loads a thread starts before it uses the first
+  static constexpr int kVector = 16 / sizeof(T);  // columns in one
 
   const uint4* vectors;
   int skipped;  // elements of the first vector that belong to no column
@@ -95,10 +94,17 @@ struct Row {
     columns(__ldg(vectors + vector), vector, x);
   }
 
+  __device__ float logit(int column) const {
+    return upcast(reinterpret_cast<const T*>(vectors)[column + skipped]);
+  }
+
   // Calls visit(vector, x) for the vectors of [begin, end); the lanes of a warp share them out.
-  template <typename Visit>
-  __device__ void scan(int begin, int end, const Visit& visit) const {
-    for (int vector = begin + lane_index(); vector < end; vector += kWarpSize * kInFlight) {
+  template <int kInFlight, typename Visit>
+  __device__ void scan(int begin, int end, bool backward, const Visit& visit) const {
+    constexpr int kStep = kWarpSize * kInFlight;
+    const int steps = end > begin ? (end - begin + kStep - 1) / kStep : 0;
+    for (int step = 0; step < steps; ++step) {
+      const int vector = begin + (backward ? steps - 1 - step : step) * kStep + lane_index();
       uint4 raw[kInFlight];
 #pragma unroll
       for (int i = 0; i < kInFlight; ++i) {
@@ -115,11 +121,12 @@ struct Row {
     }
   }
 
-  // The same over this warp's stretch of the row.
-  template <typename Visit>
-  __device__ void scan_stretch(const Visit& visit) const {
+  // The same over this warp's stretch of the row. Passes go forward and backward in turn: what the
+  // last one read at its end is still in the cache.
+  template <int kInFlight = 4, typename Visit>
+  __device__ void scan_stretch(bool backward, const Visit& visit) const {
     const int team_warp = Team::rank() * kWarps + warp_index();
-    scan(stretch_begin(team_warp), stretch_end(team_warp), visit);
+    scan<kInFlight>(stretch_begin(team_warp), stretch_end(team_warp), backward, visit);
   }
 };
 

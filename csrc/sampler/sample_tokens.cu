@@ -40,6 +40,7 @@ constexpr int kLongestListedTopK = 1024;
 constexpr int kListedForTopP = 256;
 
 struct Shared {
+  RowParameters parameters;
   union {
     Bins bins;
     uint64_t merged[kListCapacity];  // the team's list; only when no bins are in use
@@ -59,13 +60,21 @@ template <typename T>
 struct RowSampler {
   static constexpr int kVector = Row<T>::kVector;
 
-  Row<T> row;
-  RowParameters parameters;
+  const Row<T> row;
   Shared& shared;
+  const RowParameters& parameters;
+  float inverse_temperature;
   float largest;
+  bool backward;  // the direction of the next pass
 
   __device__ float scaled(float logit) const {
-    return scaled_logit(logit, largest, parameters.inverse_temperature);
+    return scaled_logit(logit, largest, inverse_temperature);
+  }
+
+  // The direction of this pass; the next one turns round.
+  __device__ bool turn() {
+    backward = !backward;
+    return !backward;
   }
 
   // ---- exchanges in the team ----
@@ -97,7 +106,7 @@ struct RowSampler {
   __device__ uint64_t find_first() {
     float best = -INFINITY, poison = -INFINITY;
     int best_vector = -1;
-    row.scan_stretch([&](int vector, const float (&x)[kVector]) {
+    row.scan_stretch(turn(), [&](int vector, const float (&x)[kVector]) {
       float most = x[0];
 #pragma unroll
       for (int i = 1; i < kVector; ++i) most = max_or_nan(most, x[i]);
@@ -126,7 +135,7 @@ struct RowSampler {
   __device__ float find_largest(float (&groups)[kVector]) {
 #pragma unroll
     for (int i = 0; i < kVector; ++i) groups[i] = -INFINITY;
-    row.scan_stretch([&](int, const float (&x)[kVector]) {
+    row.scan_stretch(turn(), [&](int, const float (&x)[kVector]) {
 #pragma unroll
       for (int i = 0; i < kVector; ++i) groups[i] = max_or_nan(groups[i], x[i]);
     });
@@ -139,46 +148,56 @@ struct RowSampler {
   // Lists the tokens of the bins up to `bin`. With kTotal, returns what this thread's tokens weigh.
   template <bool kTotal>
   __device__ uint64_t list_top(int bin) {
+    clear_list();
     const float below = -static_cast<float>(bin + 1) / kBinsPerUnit;
     uint64_t total = 0;
-    row.scan_stretch([&](int vector, const float (&x)[kVector]) {
+    row.scan_stretch(turn(), [&](int vector, const float (&x)[kVector]) {
+      uint32_t listed = 0;
 #pragma unroll
       for (int i = 0; i < kVector; ++i) {
         const float z = scaled(x[i]);
         if (kTotal) total += weight_of(exponential(z));
-        if (z > below) shared.list.add(order_code(x[i], row.first_column(vector) + i));
+        if (z > below) listed |= 1u << i;
       }
+      for_columns(listed, vector,
+                  [&](int column, float logit) { shared.list.add(order_code(logit, column)); });
     });
     return total;
   }
 
-  // Counts and weighs the tokens up to the limit by their bins.
-  __device__ void fill_bins(uint64_t limit) {
+  // Counts (or weighs, as the need has it) the tokens up to the limit by their bins.
+  template <bool kLimited>
+  __device__ void fill_bins(bool by_count, uint64_t limit) {
     shared.bins.clear();
-    row.scan_stretch([&](int vector, const float (&x)[kVector]) {
+    row.template scan_stretch<kLimited ? 1 : 4>(turn(), [&](int vector, const float (&x)[kVector]) {
 #pragma unroll
       for (int i = 0; i < kVector; ++i) {
         const float z = scaled(x[i]);
         const int bin = bin_of(z);
-        if (bin < kLastBin && order_code(x[i], row.first_column(vector) + i) <= limit) {
-          shared.bins.add(bin, weight_of(exponential(z)));
+        if (bin == kLastBin) continue;
+        if (kLimited && order_code(x[i], row.first_column(vector) + i) > limit) continue;
+        if (by_count) {
+          shared.bins.add_count(bin);
+        } else {
+          shared.bins.add_weight(bin, weight_of(exponential(z)));
         }
       }
     });
   }
 
-  // Counts and weighs the window's tokens up to the limit by their next digit.
-  __device__ void fill_digits(const Window& window, uint64_t limit) {
+  // Counts (or weighs) the window's tokens up to the limit by their next digit.
+  __device__ void fill_digits(const Window& window, bool by_count, uint64_t limit) {
     shared.bins.clear();
-    row.scan_stretch([&](int vector, const float (&x)[kVector]) {
-#pragma unroll
-      for (int i = 0; i < kVector; ++i) {
-        const float z = scaled(x[i]);
-        const uint64_t code = order_code(x[i], row.first_column(vector) + i);
-        if (is_inside(window, bin_of(z), code) && code <= limit) {
-          shared.bins.add(next_digit(window, code), weight_of(exponential(z)));
+    row.template scan_stretch<1>(turn(), [&](int vector, const float (&x)[kVector]) {
+      for_columns(in_bin(window.bin, x), vector, [&](int column, float logit) {
+        const uint64_t code = order_code(logit, column);
+        if (!is_inside(window, window.bin, code) || code > limit) return;
+        if (by_count) {
+          shared.bins.add_count(next_digit(window, code));
+        } else {
+          shared.bins.add_weight(next_digit(window, code), weight_of(exponential(scaled(logit))));
         }
-      }
+      });
     });
   }
 
@@ -187,30 +206,56 @@ struct RowSampler {
   // holds a boundary, and no boundary lies past the limit.)
   __device__ void collect(const Window& window, uint64_t limit) {
     clear_list();
+    const float above_bin = -static_cast<float>(window.bin) / kBinsPerUnit;
+    const float min_p = parameters.min_p;
     uint64_t kept = 0;
-    row.scan_stretch([&](int vector, const float (&x)[kVector]) {
+    row.scan_stretch(turn(), [&](int vector, const float (&x)[kVector]) {
 #pragma unroll
       for (int i = 0; i < kVector; ++i) {
         const float z = scaled(x[i]);
         const float e = exponential(z);
-        const int bin = bin_of(z);
-        bool above = bin < window.bin;
-        if (bin == window.bin) {
-          const uint64_t code = order_code(x[i], row.first_column(vector) + i);
-          above = is_above(window, bin, code);
-          if (is_inside(window, bin, code) && code <= limit) shared.list.add(code);
-        }
-        if (above && e >= parameters.min_p) kept += weight_of(e);
+        if (z > above_bin && e >= min_p) kept += weight_of(e);
       }
+      if (window.bin == kLastBin) return;
+      for_columns(in_bin(window.bin, x), vector, [&](int column, float logit) {
+        const uint64_t code = order_code(logit, column);
+        const float e = exponential(scaled(logit));
+        if (is_above(window, window.bin, code)) {
+          if (e >= min_p) kept += weight_of(e);
+        } else if (is_inside(window, window.bin, code) && code <= limit) {
+          shared.list.add(code);
+        }
+      });
     });
     kept = warp_sum(kept);
     if (lane_index() == 0) shared.kept_weight[warp_index()].set(kept);
   }
 
+  // Which of a vector's tokens are in the bin.
+  __device__ uint32_t in_bin(int bin, const float (&x)[kVector]) const {
+    uint32_t columns = 0;
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) {
+      if (bin_of(scaled(x[i])) == bin) columns |= 1u << i;
+    }
+    return columns;
+  }
+
+  // Calls visit(column, logit) for those columns of a vector whose bits are set. Few are, so their
+  // logits are read again rather than held in registers that can be indexed.
+  template <typename Visit>
+  __device__ void for_columns(uint32_t bits, int vector, const Visit& visit) const {
+#pragma unroll 1
+    for (; bits != 0; bits &= bits - 1) {
+      const int column = row.first_column(vector) + __ffs(static_cast<int>(bits)) - 1;
+      visit(column, row.logit(column));
+    }
+  }
+
   // The weight of the row at temperature 1, for the log-probability.
   __device__ uint64_t find_raw_total() {
     uint64_t total = 0;
-    row.scan_stretch([&](int, const float (&x)[kVector]) {
+    row.scan_stretch(turn(), [&](int, const float (&x)[kVector]) {
 #pragma unroll
       for (int i = 0; i < kVector; ++i) {
         total += weight_of(exponential(scaled_logit(x[i], largest, 1.0f)));
@@ -281,14 +326,11 @@ struct RowSampler {
     }
     uint64_t boundary = kLastCode;
     if (find_among_top(groups, has_top_k, &boundary)) return boundary;
-    if (has_top_k) {
-      const uint64_t top_k = static_cast<uint64_t>(parameters.top_k);
-      boundary = search(By::count, [=](uint64_t) { return top_k; }, boundary);
-    }
-    if (parameters.has_top_p) {
-      const uint64_t top_p = parameters.top_p;
-      boundary =
-          search(By::weight, [=](uint64_t total) { return top_p_target(total, top_p); }, boundary);
+#pragma unroll 1  // one copy of the search's code
+    for (int filter = has_top_k ? 0 : 1; filter < (parameters.has_top_p ? 2 : 1); ++filter) {
+      const Need top_k{Need::Of::count, static_cast<uint64_t>(parameters.top_k)};
+      const Need top_p{Need::Of::share, parameters.top_p};
+      boundary = search(filter == 0 ? top_k : top_p, boundary);
     }
     return boundary;
   }
@@ -303,12 +345,13 @@ struct RowSampler {
     for (int i = 0; i < kVector; ++i) {
       const float z = scaled(groups[i]);
       const int bin = bin_of(z);
-      if (bin < kLastBin) shared.bins.add(bin, weight_of(exponential(z)));
+      if (bin == kLastBin) continue;
+      shared.bins.add_count(bin);
+      if (!has_top_k) shared.bins.add_weight(bin, weight_of(exponential(z)));
     }
     // The bins up to the cut hold the wanted number of tokens at least: so many groups have their
     // largest there. (If all groups together do not, the tokens that have any weight are enough.)
-    const BinCut cut =
-        cut_bins(shared.bins, By::count, [=](uint64_t) { return wanted; }, shared.cut);
+    const BinCut cut = cut_bins(shared.bins, {Need::Of::count, wanted}, shared.cut);
     // As the largest of the groups go, so do all tokens: a guess that only costs time if wrong.
     if (!has_top_k && cut.bin < kNumBins &&
         cut.weight_through < top_p_target(cut.total_weight, parameters.top_p)) {
@@ -316,7 +359,6 @@ struct RowSampler {
     }
     const int bin = min(cut.bin, kLastBin - 1);
 
-    clear_list();
     uint64_t total = 0;
     if (has_top_k) {
       list_top<false>(bin);
@@ -345,29 +387,36 @@ struct RowSampler {
 
   // Looks for it in the whole row: the last token of the shortest part of the order in which the
   // need is met, of those up to the limit; the limit if they all do not meet it.
-  template <typename NeedOf>
-  __device__ uint64_t search(By by, const NeedOf& need_of, uint64_t limit) {
+  __device__ uint64_t search(Need need, uint64_t limit) {
+    const bool by_count = need.of == Need::Of::count;
     Team::sync();
-    fill_bins(limit);
-    BinCut cut = cut_bins(shared.bins, by, need_of, shared.cut);
+    if (limit == kLastCode) {
+      fill_bins<false>(by_count, limit);
+    } else {
+      fill_bins<true>(by_count, limit);
+    }
+    BinCut cut = cut_bins(shared.bins, need, shared.cut);
     if (cut.bin == kNumBins) {
       collect(empty_window(), limit);
       return limit;
     }
+    // One bin rarely holds more than the list takes; then it is narrowed and collected again.
     Window window = window_of_bin(cut.bin);
-    while (cut.count > kListCapacity) {
+    int size = 0;
+    for (;;) {
+      need = {by_count ? Need::Of::count : Need::Of::weight, cut.need};
+      collect(window, limit);
       Team::sync();
-      fill_digits(window, limit);
-      const uint64_t need = cut.need;
-      cut = cut_bins(shared.bins, by, [=](uint64_t) { return need; }, shared.cut);
+      size = merge_lists(shared.list, shared.merged);
+      if (size <= kListCapacity) break;
+      Team::sync();
+      fill_digits(window, by_count, limit);
+      cut = cut_bins(shared.bins, need, shared.cut);
       window = narrowed(window, cut.bin);
     }
-    collect(window, limit);
-    Team::sync();
-    const int size = merge_lists(shared.list, shared.merged);
     sort_codes(shared.merged, size);
     const uint64_t boundary =
-        by == By::count ? shared.merged[cut.need - 1] : cut_list(size, cut.need);
+        by_count ? shared.merged[need.amount - 1] : cut_list(size, need.amount);
     weigh_listed(size, boundary);
     return boundary;
   }
@@ -396,12 +445,13 @@ struct RowSampler {
     const int each = (row.vectors_a_warp / kWarpSize + kWarps - 1) / kWarps * kWarpSize;
     const int part_begin = begin + warp_index() * each;
     uint64_t sum = 0;
-    row.scan(part_begin, min(part_begin + each, end), [&](int vector, const float (&x)[kVector]) {
+    auto add = [&](int vector, const float (&x)[kVector]) {
 #pragma unroll
       for (int i = 0; i < kVector; ++i) {
         sum += drawn_weight(x[i], row.first_column(vector) + i, boundary);
       }
-    });
+    };
+    row.template scan<2>(part_begin, min(part_begin + each, end), false, add);
     sum = warp_sum(sum);
     if (lane_index() == 0) shared.scratch[warp_index()] = sum;
     __syncthreads();
@@ -497,12 +547,20 @@ __global__ void __launch_bounds__(kThreads, 2)
     return;
   }
 
+  if (threadIdx.x == 0) {
+    shared.parameters =
+        row_parameters(p.temperature[slot], p.top_k[slot], p.top_p[slot], p.min_p[slot],
+                       p.seeds[slot], p.positions[slot], p.vocab_size);
+  }
+  __syncthreads();
   RowSampler<T> sampler{
       Row<T>(static_cast<const T*>(p.logits) + r * p.row_stride, static_cast<int>(p.vocab_size)),
-      row_parameters(p.temperature[slot], p.top_k[slot], p.top_p[slot], p.min_p[slot],
-                     p.seeds[slot], p.positions[slot], p.vocab_size),
-      shared, 0.0f};
-  const bool greedy = sampler.parameters.greedy;
+      shared,
+      shared.parameters,
+      shared.parameters.inverse_temperature,
+      0.0f,
+      false};
+  const bool greedy = shared.parameters.greedy;
   uint64_t first = 0;
   float groups[Row<T>::kVector];
   if (greedy) {

@@ -26,7 +26,7 @@ struct TokenList {
 // Copies the lists of all blocks of the team into `merged`. Returns the number of tokens, or more
 // than kListCapacity (and merges nothing) if there is no room. All threads call this, after a
 // barrier of the team that follows the collecting; the lists may change again after the next one.
-__device__ inline int merge_lists(const TokenList& list, uint64_t* merged) {
+static __device__ __noinline__ int merge_lists(const TokenList& list, uint64_t* merged) {
   int size = 0;
   for (int rank = 0; rank < Team::size(); ++rank) size += Team::of(list, rank).size;
   if (size > kListCapacity) return size;
@@ -42,7 +42,7 @@ __device__ inline int merge_lists(const TokenList& list, uint64_t* merged) {
 
 // Sorts `size` codes ascending, by a bitonic network; up to the next power of two it writes
 // kLastCode behind them. All threads call this.
-__device__ inline void sort_codes(uint64_t* codes, int size) {
+static __device__ __noinline__ void sort_codes(uint64_t* codes, int size) {
   int padded = 2;
   while (padded < size) padded *= 2;
   for (int i = size + threadIdx.x; i < padded; i += kThreads) codes[i] = kLastCode;
