@@ -1,0 +1,185 @@
+"""Runs every op once on small inputs: what compute-sanitizer watches, since it slows a GPU down a lot.
+
+compute-sanitizer --tool memcheck --error-exitcode 1 python -m tests.every_op [op ...]
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from pagedinfer import ops
+
+Call = Callable[[torch.device], None]
+
+NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE = 4, 2, 64, 16
+
+
+def registered_ops() -> set[str]:
+    """The names of all ops in the kernel library."""
+    names = torch._C._dispatch_get_all_op_names()
+    return {name.removeprefix("pagedinfer::") for name in names if name.startswith("pagedinfer::")}
+
+
+def attention(device: torch.device) -> None:
+    """Decode rows, prefill chunks and an unused row in one batch; a row long enough to be split."""
+    query_lens, seq_lens = [1, 1, 37, 0, 1, 130], [1, 17, 50, 0, 700, 130]
+    num_blocks = sum(-(-length // BLOCK_SIZE) for length in seq_lens)
+    block_table = torch.zeros(len(seq_lens), 44, dtype=torch.int32)
+    blocks = iter(torch.randperm(num_blocks).tolist())
+    for row, length in enumerate(seq_lens):
+        for i in range(-(-length // BLOCK_SIZE)):
+            block_table[row, i] = next(blocks)
+    starts = torch.tensor([0, *query_lens]).cumsum(0).int().to(device)
+    lens = torch.tensor(seq_lens, dtype=torch.int32, device=device)
+    for dtype in (torch.float32, torch.bfloat16):
+        query = torch.randn(sum(query_lens) + 2, NUM_HEADS, HEAD_DIM, device=device).to(dtype)
+        cache = torch.randn(num_blocks, 2, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM, device=device).to(dtype)
+        for rows in (slice(None), slice(0, 2)):  # any mix, and decode alone
+            plan = ops.attention_plan(
+                starts[: len(lens[rows]) + 1],
+                lens[rows],
+                num_tokens=len(query),
+                max_query_len=max(query_lens[rows]),
+                num_heads=NUM_HEADS,
+                num_kv_heads=NUM_KV_HEADS,
+                head_dim=HEAD_DIM,
+                block_size=BLOCK_SIZE,
+            )
+            ops.paged_attention(
+                query,
+                cache,
+                block_table.to(device)[rows],
+                starts[: len(lens[rows]) + 1],
+                lens[rows],
+                plan,
+                scale=HEAD_DIM**-0.5,
+                logit_cap=30.0,
+            )
+
+
+def fused_qkv(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """Query, key and value of 5 tokens, as split views."""
+    widths = [NUM_HEADS * HEAD_DIM, NUM_KV_HEADS * HEAD_DIM, NUM_KV_HEADS * HEAD_DIM]
+    qkv = torch.randn(5, sum(widths), device=device).to(dtype)
+    query, key, value = (part.unflatten(1, (-1, HEAD_DIM)) for part in qkv.split(widths, dim=1))
+    return query, key, value
+
+
+def one_layer(device: torch.device, dtype: torch.dtype) -> Tensor:
+    """A layer's view of a cache of 3 blocks and 2 layers; the last slot is its memory's end."""
+    return torch.zeros(3, 2, 2, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM, device=device, dtype=dtype)[:, 1]
+
+
+def last_slots(device: torch.device) -> Tensor:
+    return torch.tensor([47, -1, 0, 16, 46], device=device)
+
+
+def cos_sin_table(device: torch.device) -> Tensor:
+    """Of 5 positions; the last is its memory's end."""
+    return torch.randn(5, HEAD_DIM, device=device)
+
+
+def store_kv(device: torch.device) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        _, key, value = fused_qkv(device, dtype)
+        ops.store_kv(key, value, one_layer(device, dtype), last_slots(device))
+
+
+def rotary_store_kv(device: torch.device) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        for weight in (None, torch.ones(HEAD_DIM, device=device, dtype=dtype)):
+            ops.rotary_store_kv(
+                torch.arange(5, device=device),
+                *fused_qkv(device, dtype),
+                cos_sin_table(device),
+                one_layer(device, dtype),
+                last_slots(device),
+                query_norm_weight=weight,
+                key_norm_weight=weight,
+            )
+
+
+def copy_blocks(device: torch.device) -> None:
+    mapping = torch.tensor([[0, 1], [1, 2], [2, 0], [1, 4], [3, 5]])
+    for width in (1, 24, 3000):
+        ops.copy_blocks(torch.zeros(6, width, dtype=torch.uint8, device=device), mapping)
+
+
+def swap_blocks(device: torch.device) -> None:
+    on_device = torch.zeros(40, 24, device=device)
+    on_host = torch.zeros(80, 24, pin_memory=device.type == "cuda")
+    scattered = torch.tensor([[i, 2 * i] for i in range(40)])
+    ops.swap_blocks(on_device, on_host, scattered)
+    ops.swap_blocks(on_host, on_device, scattered.flip(1))
+
+
+def sample_tokens(device: torch.device) -> None:
+    for dtype, columns in ((torch.float32, 5003), (torch.bfloat16, 40_000)):
+        logits = torch.randn(3, columns, device=device).to(dtype)
+        ops.sample_tokens(
+            logits,
+            torch.tensor([1, -1, 0], dtype=torch.int32, device=device),
+            temperature=torch.tensor([0.0, 0.8], device=device),
+            top_k=torch.tensor([0, 50], dtype=torch.int32, device=device),
+            top_p=torch.tensor([1.0, 0.9], device=device),
+            min_p=torch.tensor([0.0, 0.05], device=device),
+            seeds=torch.tensor([1, 2], device=device),
+            positions=torch.tensor([0, 3], device=device),
+            logprobs=torch.empty(3, device=device),
+        )
+
+
+def rms_norm(device: torch.device) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        for hidden in (24, 1000, 4096, 40_000):
+            input, residual = torch.randn(2, 3, hidden, device=device).to(dtype).unbind()
+            ops.rms_norm(input, torch.ones(hidden, device=device, dtype=dtype), 1e-5, residual)
+
+
+def rotary_embedding(device: torch.device) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        for interleaved in (False, True):
+            query, key, _ = fused_qkv(device, dtype)
+            positions = torch.arange(5, device=device)
+            ops.rotary_embedding(positions, query, key, cos_sin_table(device), interleaved=interleaved)
+
+
+def silu_and_mul(device: torch.device) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        for width in (3, 1000, 4096):
+            ops.silu_and_mul(torch.randn(3, 2 * width, device=device).to(dtype))
+
+
+CALLS: dict[str, Call] = {
+    "attention_plan_sizes": attention,
+    "attention_plan": attention,
+    "paged_attention": attention,
+    "store_kv": store_kv,
+    "rotary_store_kv": rotary_store_kv,
+    "copy_blocks": copy_blocks,
+    "swap_blocks": swap_blocks,
+    "sample_tokens_workspace_size": sample_tokens,
+    "sample_tokens": sample_tokens,
+    "rms_norm": rms_norm,
+    "rotary_embedding": rotary_embedding,
+    "silu_and_mul": silu_and_mul,
+}
+
+
+def main() -> None:
+    """Runs the ops named on the command line, or all."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    names = sys.argv[1:] or sorted(CALLS)
+    for call in dict.fromkeys(CALLS[name] for name in names):
+        call(device)
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        print(f"{call.__name__}: ran on {device}")
+
+
+if __name__ == "__main__":
+    main()
