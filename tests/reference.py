@@ -26,30 +26,33 @@ def paged_attention(
     sliding_window: int = 0,
     logit_cap: float = 0.0,
 ) -> Tensor:
-    """float64 [num_tokens, num_heads, head_dim] on the CPU: gather, mask, softmax, one query at a time."""
+    """float64 [num_tokens, num_heads, head_dim] on the CPU: gather, mask, softmax, a sequence at a time."""
     num_tokens, num_heads, head_dim = query.shape
     block_size = kv_cache.shape[3]
     group = num_heads // kv_cache.shape[2]
     out = torch.zeros(num_tokens, num_heads, head_dim, dtype=torch.float64)
     starts = query_start_loc.tolist()
     for i, seq_len in enumerate(seq_lens.tolist()):
-        query_len = starts[i + 1] - starts[i]
-        if query_len == 0 or seq_len == 0:
+        rows = slice(starts[i], starts[i + 1])
+        positions = torch.arange(seq_len - (rows.stop - rows.start), seq_len)
+        if len(positions) == 0 or seq_len == 0:
             continue
-        blocks = block_table[i, : -(-seq_len // block_size)].long()
-        # [blocks, 2, kv heads, block_size, head_dim] -> K and V [heads, seq_len, head_dim]
-        kv = kv_cache[blocks].double().cpu().permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :seq_len]
-        key, value = kv.repeat_interleave(group, dim=1)
-        for j in range(query_len):
-            end = seq_len - query_len + j + 1
-            first = max(0, end - sliding_window) if sliding_window else 0
-            if end <= 0:
-                continue
-            q = query[starts[i] + j].double().cpu()
-            scores = scale * torch.einsum("hd,htd->ht", q, key[:, first:end])
-            if logit_cap:
-                scores = logit_cap * torch.tanh(scores / logit_cap)
-            out[starts[i] + j] = torch.einsum("ht,htd->hd", scores.softmax(-1), value[:, first:end])
+        first = max(0, int(positions[0]) - sliding_window + 1) if sliding_window else 0
+        keys = torch.arange(first, seq_len)
+        block = block_table[i].cpu().long()[keys // block_size]
+        offset = keys % block_size
+        # [keys, 2, kv heads, head_dim] -> K and V, each [keys, heads, head_dim]
+        kv = kv_cache[block.to(kv_cache.device), :, :, offset.to(kv_cache.device)].double().cpu()
+        key, value = kv.repeat_interleave(group, dim=2).unbind(1)
+        scores = scale * torch.einsum("qhd,thd->hqt", query[rows].double().cpu(), key)
+        if logit_cap:
+            scores = logit_cap * torch.tanh(scores / logit_cap)
+        seen = keys <= positions[:, None]
+        if sliding_window:
+            seen &= keys > positions[:, None] - sliding_window
+        weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
+        weights[:, positions < 0] = 0  # no key: zeros
+        out[rows] = torch.einsum("hqt,thd->qhd", weights, value)
     return out
 
 
