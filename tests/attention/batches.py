@@ -113,7 +113,9 @@ def make_batch(
     num_blocks = sum(blocks_of) + 2
     ids = torch.randperm(num_blocks, generator=generator)
     kv_cache = torch.full((num_blocks, 2, num_kv_heads, block_size, head_dim), float("nan"))
-    block_table = torch.full((len(seq_lens), max(blocks_of, default=0) + 1), UNUSED_BLOCK_ID, dtype=torch.int32)
+    block_table = torch.full(
+        (len(seq_lens), max(blocks_of, default=0) + 1), UNUSED_BLOCK_ID, dtype=torch.int32
+    )
     taken = 0
     for i, (query_len, seq_len) in enumerate(zip(query_lens, seq_lens, strict=True)):
         first_key = max(0, seq_len - query_len - sliding_window + 1) if sliding_window else 0

@@ -70,9 +70,7 @@ def test_window_of_four_keys(device: torch.device, length: int, query_len: int |
     batch = make_batch([count], [length], device=device, block_size=8, num_heads=2)
     blocks = batch.block_table[0, : -(-length // 8)].long()
     key, value = batch.kv_cache[blocks].double().cpu().permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :length]
-    mask = torch.tensor(
-        [[p - 4 < t <= p for t in range(length)] for p in range(length - count, length)]
-    )
+    mask = torch.tensor([[p - 4 < t <= p for t in range(length)] for p in range(length - count, length)])
     assert mask.sum(1).max() == min(length, 4)
     query = batch.query.double().cpu().transpose(0, 1)
     expected = torch.nn.functional.scaled_dot_product_attention(
