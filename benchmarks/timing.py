@@ -1,0 +1,145 @@
+"""How the kernel benchmarks time, and how they write down what they found.
+
+A kernel is timed over several buffers in turn, together larger than the GPU's second-level cache, so that
+every call finds its inputs in memory; all calls stand in one CUDA graph, so that no launch from Python is
+in the figure; the median of many replays is reported, with the spread.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import subprocess
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROTATED_BYTES = 400e6
+"""What the buffers of a row hold together: several times the 60 MB of second-level cache of an H200."""
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Seconds of one call."""
+
+    median: float
+    low: float
+    """10th percentile of the replays."""
+    high: float
+    """90th percentile."""
+    replays: int
+
+
+def rotations(bytes_of_a_call: float, most: int = 32) -> int:
+    """How many sets of buffers a row needs."""
+    return max(2, min(most, int(ROTATED_BYTES / max(bytes_of_a_call, 1)) + 1))
+
+
+def time_calls(calls: Sequence[Callable[[], object]], *, seconds: float = 0.3, graph: bool = True) -> Timing:
+    """Times `calls`, each over buffers of its own, run one after another.
+
+    Args:
+        calls: the same work over different buffers. Each is called once for warm-up.
+        seconds: about how long the timed replays may take together; there are 10 to 100.
+        graph: capture the calls in a CUDA graph; False for what cannot be captured.
+    """
+    for call in calls:
+        call()
+    torch.cuda.synchronize()
+    replay = _captured(calls) if graph else lambda: [call() for call in calls]
+
+    def one() -> float:
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        replay()
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end) / 1e3
+
+    one()
+    replays = max(10, min(100, int(seconds / max(one(), 1e-6))))
+    times = sorted(one() / len(calls) for _ in range(replays))
+    return Timing(times[replays // 2], times[replays // 10], times[-1 - replays // 10], replays)
+
+
+def _captured(calls: Sequence[Callable[[], object]]) -> Callable[[], object]:
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for call in calls:
+            call()
+    torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    return graph.replay
+
+
+def machine_info() -> dict[str, Any]:
+    """The machine that the figures hold on."""
+    properties = torch.cuda.get_device_properties(0)
+    try:
+        driver = subprocess.run(
+            ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"],
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout.split()[0]
+    except (OSError, subprocess.CalledProcessError, IndexError):
+        driver = "unknown"
+    return {
+        "gpu": properties.name,
+        "multiprocessors": properties.multi_processor_count,
+        "memory_bytes": properties.total_memory,
+        "driver": driver,
+        "cuda": torch.version.cuda,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
+
+
+def copy_ceiling() -> float:
+    """Bytes a second, read and written, of a device-to-device copy of 1 GiB."""
+    source = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    return 2 * source.numel() / time_calls([lambda: target.copy_(source)]).median
+
+
+def print_table(rows: Sequence[dict[str, Any]]) -> None:
+    """One line a row, the first row's keys as columns."""
+    if not rows:
+        return
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+    cells = [columns] + [[_shown(row.get(column)) for column in columns] for row in rows]
+    widths = [max(len(line[i]) for line in cells) for i in range(len(columns))]
+    for line in cells:
+        print(
+            "  ".join(
+                cell.rjust(width) if i else cell.ljust(width)
+                for i, (cell, width) in enumerate(zip(line, widths, strict=True))
+            )
+        )
+
+
+def _shown(value: Any) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, float):
+        return f"{value:.1e}" if value and abs(value) < 1e-2 else f"{value:.2f}"
+    return str(value)
+
+
+def write_json(path: Path, rows: Sequence[dict[str, Any]], **more: Any) -> None:
+    """`rows` with the machine beside them."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"machine": machine_info(), **more, "rows": list(rows)}, indent=1))
+
+
+def as_row(timing: Timing) -> dict[str, float]:
+    """The columns of a timing: microseconds."""
+    return {key: value * 1e6 for key, value in asdict(timing).items() if key != "replays"}
