@@ -50,7 +50,14 @@ __device__ inline void unpack(const uint4& raw, float (&x)[8], const Float16*) {
   }
 }
 
-template <typename T>
+// Four bytes of -inf.
+__device__ inline uint32_t minus_infinity(const float*) { return 0xff800000u; }
+__device__ inline uint32_t minus_infinity(const BFloat16*) { return 0xff80ff80u; }
+__device__ inline uint32_t minus_infinity(const Float16*) { return 0xfc00fc00u; }
+
+// kAligned: rows start at multiples of 16 bytes and the vocabulary ends at one, as it nearly always
+// is; then no vector has columns that must not be looked at.
+template <typename T, bool kAligned>
 struct Row {
   static constexpr int kVector = 16 / sizeof(T);  // columns in one
 
@@ -63,7 +70,9 @@ struct Row {
   __device__ Row(const T* logits, int vocab_size)
       : vectors(
             reinterpret_cast<const uint4*>(reinterpret_cast<uintptr_t>(logits) & ~uintptr_t{15})),
-        skipped(static_cast<int>((reinterpret_cast<uintptr_t>(logits) & 15) / sizeof(T))),
+        skipped(kAligned
+                    ? 0
+                    : static_cast<int>((reinterpret_cast<uintptr_t>(logits) & 15) / sizeof(T))),
         vocab_size(vocab_size),
         num_vectors((skipped + vocab_size + kVector - 1) / kVector) {
     const int warps = Team::size() * kWarps;
@@ -79,9 +88,17 @@ struct Row {
     return min((team_warp + 1) * vectors_a_warp, num_vectors);
   }
 
-  // A vector's columns; -inf where there is none.
+  // A vector's columns; -inf where there is none, as for all of a vector past `end`.
+  __device__ uint4 load(int vector, int end) const {
+    const uint32_t none = minus_infinity(static_cast<const T*>(nullptr));
+    uint4 raw = {none, none, none, none};
+    if (vector < end) raw = __ldg(vectors + vector);
+    return raw;
+  }
+
   __device__ void columns(const uint4& raw, int vector, float (&x)[kVector]) const {
     unpack(raw, x, static_cast<const T*>(nullptr));
+    if (kAligned) return;
     if (vector > 0 && vector < num_vectors - 1) return;
 #pragma unroll
     for (int i = 0; i < kVector; ++i) {
@@ -90,33 +107,32 @@ struct Row {
     }
   }
 
-  __device__ void read(int vector, float (&x)[kVector]) const {
-    columns(__ldg(vectors + vector), vector, x);
+  __device__ void read(int vector, int end, float (&x)[kVector]) const {
+    columns(load(vector, end), vector, x);
   }
 
   __device__ float logit(int column) const {
     return upcast(reinterpret_cast<const T*>(vectors)[column + skipped]);
   }
 
-  // Calls visit(vector, x) for the vectors of [begin, end); the lanes of a warp share them out.
+  // Calls visit(vector, x) for the vectors of [begin, end), shared out among the lanes of a warp,
+  // and for some past the end that hold -inf, which no visit may mind. Loads are started kInFlight
+  // at once.
   template <int kInFlight, typename Visit>
   __device__ void scan(int begin, int end, bool backward, const Visit& visit) const {
     constexpr int kStep = kWarpSize * kInFlight;
     const int steps = end > begin ? (end - begin + kStep - 1) / kStep : 0;
+#pragma unroll 1
     for (int step = 0; step < steps; ++step) {
       const int vector = begin + (backward ? steps - 1 - step : step) * kStep + lane_index();
       uint4 raw[kInFlight];
 #pragma unroll
-      for (int i = 0; i < kInFlight; ++i) {
-        if (vector + i * kWarpSize < end) raw[i] = __ldg(vectors + vector + i * kWarpSize);
-      }
+      for (int i = 0; i < kInFlight; ++i) raw[i] = load(vector + i * kWarpSize, end);
 #pragma unroll
       for (int i = 0; i < kInFlight; ++i) {
-        if (vector + i * kWarpSize < end) {
-          float x[kVector];
-          columns(raw[i], vector + i * kWarpSize, x);
-          visit(vector + i * kWarpSize, x);
-        }
+        float x[kVector];
+        columns(raw[i], vector + i * kWarpSize, x);
+        visit(vector + i * kWarpSize, x);
       }
     }
   }

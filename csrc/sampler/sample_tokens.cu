@@ -56,11 +56,11 @@ struct Shared {
   uint64_t random;
 };
 
-template <typename T>
+template <typename T, bool kAligned>
 struct RowSampler {
-  static constexpr int kVector = Row<T>::kVector;
+  static constexpr int kVector = Row<T, kAligned>::kVector;
 
-  const Row<T> row;
+  const Row<T, kAligned> row;
   Shared& shared;
   const RowParameters& parameters;
   float inverse_temperature;
@@ -121,7 +121,7 @@ struct RowSampler {
       code = 0;
     } else if (best_vector >= 0) {
       float x[kVector];
-      row.read(best_vector, x);
+      row.read(best_vector, row.num_vectors, x);
 #pragma unroll
       for (int i = kVector - 1; i >= 0; --i) {
         if (x[i] == best) code = order_code(best, row.first_column(best_vector) + i);
@@ -216,7 +216,7 @@ struct RowSampler {
         const float e = exponential(z);
         if (z > above_bin && e >= min_p) kept += weight_of(e);
       }
-      if (window.bin == kLastBin) return;
+      if (window.bin == kLastBin) return;  // the empty window
       for_columns(in_bin(window.bin, x), vector, [&](int column, float logit) {
         const uint64_t code = order_code(logit, column);
         const float e = exponential(scaled(logit));
@@ -231,12 +231,15 @@ struct RowSampler {
     if (lane_index() == 0) shared.kept_weight[warp_index()].set(kept);
   }
 
-  // Which of a vector's tokens are in the bin.
+  // Which of a vector's tokens are in the bin. (A comparison is cheaper than bin_of.)
   __device__ uint32_t in_bin(int bin, const float (&x)[kVector]) const {
+    const float top = -static_cast<float>(bin) / kBinsPerUnit;
+    const float below = -static_cast<float>(bin + 1) / kBinsPerUnit;
     uint32_t columns = 0;
 #pragma unroll
     for (int i = 0; i < kVector; ++i) {
-      if (bin_of(scaled(x[i])) == bin) columns |= 1u << i;
+      const float z = scaled(x[i]);
+      if (z <= top && z > below) columns |= 1u << i;
     }
     return columns;
   }
@@ -502,10 +505,10 @@ struct RowSampler {
       const int vector = step + lane_index();
       float x[kVector];
       uint64_t weights[kVector], sum = 0;
-      if (vector < end) row.read(vector, x);
+      row.read(vector, end, x);
 #pragma unroll
       for (int i = 0; i < kVector; ++i) {
-        weights[i] = vector < end ? drawn_weight(x[i], row.first_column(vector) + i, boundary) : 0;
+        weights[i] = drawn_weight(x[i], row.first_column(vector) + i, boundary);
         sum += weights[i];
       }
       const uint64_t through = warp_prefix_sum(sum);
@@ -531,7 +534,7 @@ struct RowSampler {
   }
 };
 
-template <typename T>
+template <typename T, bool kAligned>
 __global__ void __launch_bounds__(kThreads, 2)
     sample_tokens_kernel(const __grid_constant__ SampleTokensParams p) {
   __shared__ Shared shared;
@@ -553,16 +556,13 @@ __global__ void __launch_bounds__(kThreads, 2)
                        p.seeds[slot], p.positions[slot], p.vocab_size);
   }
   __syncthreads();
-  RowSampler<T> sampler{
-      Row<T>(static_cast<const T*>(p.logits) + r * p.row_stride, static_cast<int>(p.vocab_size)),
-      shared,
-      shared.parameters,
-      shared.parameters.inverse_temperature,
-      0.0f,
-      false};
+  const T* logits = static_cast<const T*>(p.logits) + r * p.row_stride;
+  RowSampler<T, kAligned> sampler{
+      {logits, static_cast<int>(p.vocab_size)}, shared, shared.parameters,
+      shared.parameters.inverse_temperature,    0.0f,   false};
   const bool greedy = shared.parameters.greedy;
   uint64_t first = 0;
-  float groups[Row<T>::kVector];
+  float groups[sampler.kVector];
   if (greedy) {
     first = sampler.find_first();
     sampler.largest = logit_of_code(first);
@@ -600,17 +600,17 @@ int team_size(const SampleTokensParams& params, int multiprocessors) {
   return team;
 }
 
-template <typename T>
-cudaError_t launch(const SampleTokensParams& params, cudaStream_t stream) {
-  // Clusters exist if the code that this device runs was compiled for them.
+cudaError_t launch(void (*kernel)(SampleTokensParams), const SampleTokensParams& params,
+                   cudaStream_t stream) {
   int device = 0, multiprocessors = 0;
   cudaFuncAttributes attributes;
   cudaError_t status = cudaGetDevice(&device);
   if (status != cudaSuccess) return status;
   status = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
   if (status != cudaSuccess) return status;
-  status = cudaFuncGetAttributes(&attributes, sample_tokens_kernel<T>);
+  status = cudaFuncGetAttributes(&attributes, reinterpret_cast<const void*>(kernel));
   if (status != cudaSuccess) return status;
+  // There are clusters if the code that this device runs was compiled for them.
   const int team = attributes.ptxVersion >= 90 ? team_size(params, multiprocessors) : 1;
 
   cudaLaunchAttribute cluster{};
@@ -624,7 +624,16 @@ cudaError_t launch(const SampleTokensParams& params, cudaStream_t stream) {
   config.stream = stream;
   config.attrs = &cluster;
   config.numAttrs = team > 1 ? 1 : 0;
-  return cudaLaunchKernelEx(&config, sample_tokens_kernel<T>, params);
+  return cudaLaunchKernelEx(&config, kernel, params);
+}
+
+template <typename T>
+cudaError_t launch(const SampleTokensParams& params, cudaStream_t stream) {
+  const bool aligned = reinterpret_cast<uintptr_t>(params.logits) % 16 == 0 &&
+                       params.row_stride * sizeof(T) % 16 == 0 &&
+                       params.vocab_size * sizeof(T) % 16 == 0;
+  return aligned ? launch(sample_tokens_kernel<T, true>, params, stream)
+                 : launch(sample_tokens_kernel<T, false>, params, stream);
 }
 
 }  // namespace
