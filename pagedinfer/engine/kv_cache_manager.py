@@ -198,7 +198,9 @@ class KVCacheManager:
         if child.num_computed_tokens % self.block_size == 0:
             return False
         tail = child.block_ids[-1]
-        return self.pool.ref_count(tail) > 1 or self.pool.is_cached(tail)
+        # A copy of this step reads the block before anything is computed: its pin is no other reader.
+        readers = self.pool.ref_count(tail) - self._pinned.count(tail)
+        return readers > 1 or self.pool.is_cached(tail)
 
     # ---- the prefix cache ----
 

@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 
 from pagedinfer.engine.batch import Batch, StepOutput
-from pagedinfer.engine.request import Request
 from pagedinfer.engine.scheduler_config import SchedulerConfig
 
 VOCAB_SIZE = 50
@@ -37,14 +36,14 @@ def params(**fields: Any) -> Any:
     return SimpleNamespace(**(defaults | fields))
 
 
-def expected_output(request: Request, num_tokens: int) -> list[int]:
-    """The first `num_tokens` tokens that any right schedule of `request` generates."""
+def expected_output(token_ids: list[int], seed: int, num_tokens: int) -> list[int]:
+    """The next `num_tokens` tokens that any right schedule generates after `token_ids`."""
     state = 0
-    for token in request.prompt_token_ids:
+    for token in token_ids:
         state = digest(state, token)
     output = []
     for _ in range(num_tokens):
-        output.append(next_token(state, request.seed))
+        output.append(next_token(state, seed))
         state = digest(state, output[-1])
     return output
 

@@ -8,70 +8,11 @@ from typing import Any
 
 import pytest
 
-from pagedinfer.engine.request import Request, RequestStatus
-from pagedinfer.engine.scheduler import RequestUpdate, Scheduler, SchedulerConfig
+from pagedinfer.engine.request import RequestStatus
 from pagedinfer.errors import RequestTooLargeError
-from tests.engine.fake_runner import FakeRunner, expected_output, params
+from tests.engine.rig import Rig, prompt_of
 
 EOS = 49
-
-
-class Rig:
-    """A scheduler, a fake runner, and what every request got."""
-
-    def __init__(self, **config: Any) -> None:
-        defaults = {"max_num_seqs": 4, "max_num_batched_tokens": 32, "block_size": 4, "num_blocks": 64}
-        # So that a small pool means preemptions; what the forecast does is in test_scheduler_admission.
-        defaults["admission_policy"] = "greedy"
-        self.config = SchedulerConfig(**(defaults | {"max_model_len": 64} | config))
-        self.scheduler = Scheduler(self.config)
-        self.runner = FakeRunner(self.config)
-        self.outputs: dict[str, list[int]] = {}
-        self.ends: dict[str, tuple[str | None, int | str | None]] = {}
-        self.requests: dict[str, Request] = {}
-
-    def add(self, request_id: str, prompt: list[int], **fields: Any) -> Request:
-        extra = {k: fields.pop(k) for k in ("priority", "seed", "cache_salt", "eos_token_ids") if k in fields}
-        request = Request(request_id, prompt, params(**fields), **extra)
-        self.scheduler.add_request(request)
-        self.requests[request_id] = request
-        self.outputs[request_id] = []
-        return request
-
-    def step(self) -> list[RequestUpdate]:
-        batch = self.scheduler.schedule()
-        if batch.is_empty():
-            return []
-        return self.apply(self.scheduler.update(batch, self.runner.execute(batch).result()))
-
-    def apply(self, updates: list[RequestUpdate]) -> list[RequestUpdate]:
-        for update in updates:
-            self.outputs[update.request_id] += update.new_token_ids
-            if update.finish_reason is not None:
-                self.ends[update.request_id] = (update.finish_reason, update.stop_reason)
-        return updates
-
-    def run(self, max_steps: int = 2000) -> None:
-        for _ in range(max_steps):
-            if not self.scheduler.has_unfinished_requests():
-                break
-            self.step()
-        assert not self.scheduler.has_unfinished_requests(), "somebody never finishes"
-        self.check_all_free()
-
-    def check_all_free(self) -> None:
-        assert self.scheduler.kv.num_free == self.config.num_blocks
-        assert not self.scheduler.running
-        assert len(self.scheduler.waiting) == 0
-        self.scheduler.kv.pool.check()
-
-    def check_outputs(self) -> None:
-        for request_id, output in self.outputs.items():
-            assert output == expected_output(self.requests[request_id], len(output)), request_id
-
-
-def prompt_of(length: int, first: int = 0) -> list[int]:
-    return [(first + i) % 48 for i in range(length)]
 
 
 @pytest.mark.parametrize("budget", [1, 3, 16, 10_000])

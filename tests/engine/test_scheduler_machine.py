@@ -1,0 +1,213 @@
+"""The scheduler under random calls, on a runner that checks all the KV that would be read."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from pagedinfer.engine.batch import Batch, StepOutput
+from pagedinfer.engine.request import Request, RequestStatus
+from tests.engine.rig import Rig
+
+MAX_MODEL_LEN = 24
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """Adds, forks, aborts, steps and resets; with or without a step in flight."""
+
+    @initialize(
+        limits=st.fixed_dictionaries(
+            {
+                "max_num_seqs": st.sampled_from([1, 3, 5]),
+                "max_num_batched_tokens": st.sampled_from([64, 9, 5, 1]),
+                "block_size": st.sampled_from([1, 2, 4]),
+                "num_cpu_blocks": st.sampled_from([0, 1, 3, 8, 30]),
+                "enable_prefix_caching": st.booleans(),
+                "scheduling_policy": st.sampled_from(["fcfs", "priority"]),
+                "preemption_mode": st.sampled_from(["auto", "swap", "recompute"]),
+                "admission_policy": st.sampled_from(["forecast", "greedy"]),
+                "long_prefill_token_threshold": st.sampled_from([0, 3]),
+            }
+        ),
+        spare=st.sampled_from([0, 1, 4, 40]),
+        overlap=st.booleans(),
+    )
+    def start(self, limits: dict[str, Any], spare: int, overlap: bool) -> None:
+        num_blocks = -(-MAX_MODEL_LEN // limits["block_size"]) + spare
+        self.rig = Rig(num_blocks=num_blocks, max_model_len=MAX_MODEL_LEN, **limits)
+        self.scheduler = self.rig.scheduler
+        self.overlap = overlap
+        self.in_flight: list[tuple[Batch, StepOutput]] = []
+        self.num_added = 0
+
+    def new_id(self) -> str:
+        self.num_added += 1
+        return f"r{self.num_added}"
+
+    def unfinished(self, which: int) -> Request | None:
+        requests = list(self.scheduler.requests.values())
+        return requests[which % len(requests)] if requests else None
+
+    # ---- what may happen ----
+
+    @rule(
+        prompt=st.sampled_from([1, 8, 8, 13]).flatmap(
+            lambda length: st.lists(st.integers(0, 1), min_size=length, max_size=length)
+        ),
+        max_tokens=st.sampled_from([1, 7, 9]),
+        priority=st.integers(0, 2),
+        salt=st.sampled_from(["", "", "s"]),
+        eos=st.sampled_from([frozenset(), frozenset(range(3))]),
+        seed=st.integers(0, 3),
+    )
+    def add(self, prompt: list[int], max_tokens: int, **fields: Any) -> None:
+        fields["cache_salt"] = fields.pop("salt")
+        fields["eos_token_ids"] = fields.pop("eos")
+        self.rig.add(self.new_id(), prompt, max_tokens=max_tokens, **fields)
+
+    @rule(which=st.integers(0, 100), n=st.integers(1, 3), max_tokens=st.integers(1, 9))
+    def more_choices(self, which: int, n: int, max_tokens: int) -> None:
+        parent = self.unfinished(which)
+        if parent is None:
+            return
+        for seed in range(n):
+            self.rig.fork(
+                parent.request_id,
+                self.new_id(),
+                parent.prompt_token_ids,
+                max_tokens=max_tokens,
+                seed=100 + seed,
+                cache_salt=parent.cache_salt,
+            )
+
+    @rule(which=st.integers(0, 100), token=st.integers(0, 49), end_parent=st.booleans())
+    def beam(self, which: int, token: int, end_parent: bool) -> None:
+        parent = self.unfinished(which)
+        if parent is None or parent.num_output_tokens == 0:
+            return
+        self.rig.fork(
+            parent.request_id,
+            self.new_id(),
+            parent.prompt_token_ids,
+            output_token_ids=[*parent.output_token_ids[:-1], token],
+            max_tokens=parent.num_output_tokens + 3,
+            cache_salt=parent.cache_salt,
+        )
+        if end_parent:
+            self.scheduler.abort_request(parent.request_id)
+
+    @rule(which=st.integers(0, 100), really=st.sampled_from([False, False, True]))
+    def abort(self, which: int, really: bool) -> None:
+        request = self.unfinished(which)
+        if request is not None and really:
+            assert self.scheduler.abort_request(request.request_id)
+            assert not self.scheduler.abort_request(request.request_id)
+            assert request.block_ids == request.cpu_block_ids == []
+
+    @rule(which=st.integers(0, 100), really=st.sampled_from([False, False, True]))
+    def fails_to_sample(self, which: int, really: bool) -> None:
+        request = self.unfinished(which)
+        if request is not None and really:
+            self.rig.runner.forced_tokens[request.request_id] = [-1]
+
+    @rule(really=st.sampled_from([False, False, True]))
+    def reset_prefix_cache(self, really: bool) -> None:
+        if really:
+            self.scheduler.reset_prefix_cache()
+
+    @rule(swap_rate=st.sampled_from([1.0, 1e15]))
+    def costs_change(self, swap_rate: float) -> None:
+        self.scheduler.costs.swap_bytes_per_second = swap_rate
+
+    @rule(really=st.sampled_from([False] * 9 + [True]))
+    def abort_all(self, really: bool) -> None:
+        if really:
+            self.scheduler.abort_all()
+            self.in_flight.clear()
+
+    @rule(times=st.integers(1, 3))
+    def steps(self, times: int) -> None:
+        self.step(times)
+
+    @rule(times=st.integers(1, 8))
+    def step(self, times: int) -> None:
+        for _ in range(times):
+            self.one_step()
+
+    def one_step(self) -> None:
+        scheduler = self.scheduler
+        before = {request: request.num_preemptions for request in scheduler.requests.values()}
+        batch = scheduler.schedule()
+        preempted = [request for request, count in before.items() if request.num_preemptions > count]
+        self.check_batch(batch, preempted)
+        if not batch.is_empty():
+            self.in_flight.append((batch, self.rig.runner.execute(batch).result()))
+        while len(self.in_flight) > self.overlap or (batch.is_empty() and self.in_flight):
+            self.rig.apply(scheduler.update(*self.in_flight.pop(0)))
+
+    # ---- what must hold ----
+
+    def check_batch(self, batch: Batch, preempted: list[Request]) -> None:
+        scheduler = self.scheduler
+        ids = [work.request_id for work in batch.requests]
+        assert len(set(ids)) == len(ids)
+        assert not set(ids) & {request.request_id for request in preempted}
+        for work in batch.requests:
+            assert scheduler.requests[work.request_id].slot == work.slot
+        for victim in preempted:
+            assert all(request.urgency < victim.urgency for request in scheduler.running), (
+                "somebody less urgent was spared"
+            )
+        assert batch.requests or not scheduler.requests or self.in_flight, (
+            "nothing runs though somebody waits"
+        )
+
+    @precondition(lambda self: hasattr(self, "rig"))
+    @invariant()
+    def consistent(self) -> None:
+        scheduler, config = self.scheduler, self.rig.config
+        kv = scheduler.kv
+        kv.pool.check()
+        kv.cpu_pool.check()
+        requests = scheduler.requests.values()
+        held = Counter(block for request in requests for block in request.block_ids)
+        held_cpu = Counter(block for request in requests for block in request.cpu_block_ids)
+        assert all(kv.pool.ref_count(block) == held[block] for block in range(config.num_blocks))
+        assert all(kv.cpu_pool.ref_count(block) == held_cpu[block] for block in range(config.num_cpu_blocks))
+        running = list(scheduler.running)
+        assert len(running) <= config.max_num_seqs
+        assert len({request.slot for request in running}) == len(running)
+        assert running == sorted(running, key=lambda request: request.urgency)
+        for request in running:
+            assert request.status is RequestStatus.RUNNING
+            assert 0 <= request.slot < config.max_num_seqs
+            assert 0 < request.num_computed_tokens <= request.capacity
+            assert len(request.block_ids) * config.block_size == request.capacity
+        waiting = list(scheduler.waiting)
+        assert waiting == sorted(waiting, key=lambda request: request.urgency)
+        assert {*running, *waiting} | {r for r in requests if r.fork_parent is not None} == set(requests)
+        for request in requests:
+            assert request.status is not RequestStatus.SWAPPED or request.cpu_block_ids
+        stats = scheduler.stats()
+        assert stats.num_running + stats.num_waiting + stats.num_swapped == len(requests)
+        assert 0 <= stats.num_used_kv_tokens <= stats.num_allocated_kv_tokens
+
+    def teardown(self) -> None:
+        if not hasattr(self, "rig"):
+            return
+        for _ in range(2000):
+            if not self.scheduler.requests and not self.in_flight:
+                break
+            self.one_step()
+        self.rig.check_all_free()
+        for request_id in [name for name, forced in self.rig.runner.forced_tokens.items() if forced == []]:
+            assert self.rig.ends.get(request_id, ("error", None)) == ("error", None)
+        self.rig.check_outputs()
+
+
+SchedulerMachine.TestCase.settings = settings(max_examples=250, stateful_step_count=60, deadline=None)
+TestSchedulerMachine = SchedulerMachine.TestCase

@@ -1,0 +1,134 @@
+"""scheduling_policy="priority": who goes first, who has to give way, and that equals do not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from pagedinfer.engine.request import RequestStatus
+from tests.engine.rig import Rig, prompt_of
+
+
+def priority_rig(**config: Any) -> Rig:
+    return Rig(**({"scheduling_policy": "priority", "max_num_seqs": 2, "num_cpu_blocks": 32} | config))
+
+
+def test_the_lowest_number_goes_first_then_the_first_to_come() -> None:
+    rig = priority_rig(max_num_seqs=1)
+    for name, priority in [("c", 5), ("a", 1), ("b", 1), ("d", 9)]:
+        rig.add(name, prompt_of(4), max_tokens=2, priority=priority)
+    rig.run()
+    assert list(rig.ends) == ["a", "b", "c", "d"]
+
+
+def test_under_fcfs_priorities_are_not_looked_at() -> None:
+    rig = Rig(max_num_seqs=1)
+    for name, priority in [("a", 5), ("b", 1)]:
+        rig.add(name, prompt_of(4), max_tokens=2, priority=priority)
+    rig.run()
+    assert list(rig.ends) == ["a", "b"]
+
+
+@pytest.mark.parametrize("mode", ["swap", "recompute"])
+def test_an_urgent_request_takes_the_slot_of_the_least_urgent(mode: str) -> None:
+    rig = priority_rig(preemption_mode=mode)
+    rig.add("a", prompt_of(6), max_tokens=20, priority=1)
+    rig.add("b", prompt_of(6, first=20), max_tokens=20, priority=2)
+    rig.step()
+    rig.add("urgent", prompt_of(6, first=30), max_tokens=3, priority=0)
+    rig.step()
+    assert [work.request_id for work in rig.batch.requests] == ["urgent", "a"]
+    assert rig.requests["b"].status in (RequestStatus.SWAPPED, RequestStatus.WAITING)
+    assert rig.scheduler.counters.num_displaced == 1
+    rig.run()
+    rig.check_outputs()
+    assert next(iter(rig.ends)) == "urgent"
+    assert rig.requests["a"].num_preemptions == 0
+
+
+def test_an_equally_urgent_request_waits() -> None:
+    rig = priority_rig()
+    for name in ("a", "b", "c"):
+        rig.add(name, prompt_of(6), max_tokens=9, priority=1)
+    rig.step()
+    rig.step()
+    assert {work.request_id for work in rig.batch.requests} == {"a", "b"}
+    assert rig.scheduler.stats().waiting_reason == "slots"
+    rig.run()
+    assert rig.num_preemptions == 0
+
+
+def test_an_urgent_request_takes_blocks() -> None:
+    rig = priority_rig(num_blocks=8, max_model_len=32, enable_prefix_caching=False, max_num_seqs=8)
+    for i in range(3):
+        rig.add(f"r{i}", prompt_of(8, first=i), max_tokens=5, priority=3)
+    rig.step()
+    rig.add("urgent", prompt_of(16, first=9), max_tokens=2, priority=1)
+    rig.step()
+    assert [work.request_id for work in rig.batch.requests] == ["urgent", "r0"]
+    rig.run()
+    rig.check_outputs()
+    assert rig.requests["r0"].num_preemptions == 0
+    assert rig.requests["r2"].num_preemptions == 1
+
+
+def test_nobody_is_displaced_for_a_request_that_still_would_not_fit() -> None:
+    rig = priority_rig(num_blocks=8, max_model_len=32, enable_prefix_caching=False, max_num_seqs=8)
+    rig.add("first", prompt_of(16), max_tokens=5, priority=1)
+    rig.add("lesser", prompt_of(8, first=5), max_tokens=5, priority=3)
+    rig.step()
+    rig.add("big", prompt_of(20, first=9), max_tokens=2, priority=2)
+    rig.step()
+    assert {work.request_id for work in rig.batch.requests} == {"first", "lesser"}
+    rig.run()
+    rig.check_outputs()
+
+
+def test_an_urgent_prompt_goes_before_a_long_one_and_leaves_decodes_their_token() -> None:
+    rig = priority_rig(max_num_seqs=8, max_num_batched_tokens=8, num_blocks=128)
+    rig.add("decode", [1], max_tokens=50, priority=2)
+    rig.step()
+    rig.add("long", prompt_of(60), max_tokens=2, priority=2)
+    rig.step()
+    rig.add("urgent", prompt_of(12, first=7), max_tokens=4, priority=0)
+    rig.step()
+    assert [(work.request_id, work.num_tokens) for work in rig.batch.requests] == [
+        ("urgent", 7),
+        ("decode", 1),
+    ]
+    rig.step()
+    assert [(work.request_id, work.num_tokens) for work in rig.batch.requests] == [
+        ("urgent", 5),
+        ("decode", 1),
+        ("long", 2),
+    ]
+    rig.run()
+    rig.check_outputs()
+
+
+def test_a_displaced_request_resumes_before_new_ones_of_its_priority() -> None:
+    rig = priority_rig(preemption_mode="swap")
+    rig.add("a", prompt_of(6), max_tokens=20, priority=1)
+    rig.add("b", prompt_of(6, first=20), max_tokens=20, priority=1)
+    rig.step()
+    rig.add("urgent", prompt_of(4), max_tokens=2, priority=0)
+    rig.add("new", prompt_of(4), max_tokens=2, priority=1)
+    rig.run()
+    rig.check_outputs()
+    assert list(rig.ends) == ["urgent", "a", "b", "new"]
+    assert rig.requests["b"].num_preemptions == 1
+
+
+def test_two_urgent_ones_displace_two() -> None:
+    rig = priority_rig()
+    rig.add("a", prompt_of(6), max_tokens=9, priority=5)
+    rig.add("b", prompt_of(6, first=20), max_tokens=9, priority=4)
+    rig.step()
+    rig.add("x", prompt_of(5, first=30), max_tokens=3, priority=1)
+    rig.add("y", prompt_of(5, first=40), max_tokens=3, priority=2)
+    rig.step()
+    assert [work.request_id for work in rig.batch.requests] == ["x", "y"]
+    rig.run()
+    rig.check_outputs()
+    assert list(rig.ends) == ["x", "y", "b", "a"]
