@@ -50,8 +50,8 @@ format: $(PACKAGES) ## Format the sources as lint wants them
 	@$(VENV)/bin/ruff format .
 	@find csrc -regex '.*\.\(cpp\|cu\|h\|cuh\)' -print0 | xargs -0 $(VENV)/bin/clang-format -i
 
-bench: $(INSTALLED) build ## Measure the ops and the engine
-	@for bench in benchmarks/bench_*.py; do echo "== $$bench"; $(PY) $$bench; done
+bench: $(INSTALLED) build ## Measure the engine beside transformers, on SmolLM2
+	@$(PY) benchmarks/bench_engine.py --model "$$($(PY) -m pagedinfer.sample_model)" --vs transformers $(ARGS)
 
 resources: build ## Registers, shared memory and spills of every CUDA kernel
 	@$(PY) scripts/kernel_resources.py $(ARGS)

@@ -15,7 +15,7 @@ from pagedinfer.sample_model import sample_model
 PROMPTS = [
     "What is the capital of France?",
     "Explain in one sentence why the sky is blue.",
-    "Write a haiku about autumn.",
+    "Name three animals that live in the sea.",
     "请用中文介绍一下你自己。",
 ]
 
@@ -38,7 +38,7 @@ def main() -> int:
             }
             for prompt in arguments.prompts
         ]
-        params = SamplingParams(temperature=0.2, top_p=0.9, seed=0, max_tokens=arguments.max_tokens)
+        params = SamplingParams(temperature=0.0, max_tokens=arguments.max_tokens)
         start = time.perf_counter()
         outputs = llm.generate(prompts, params)
         seconds = time.perf_counter() - start
