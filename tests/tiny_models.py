@@ -65,18 +65,17 @@ def make_model(
     return model
 
 
-def randomize(model: torch.nn.Module, seed: int) -> None:
+def randomize(model: PreTrainedModel, seed: int) -> None:
     """Fills every parameter: matrices keep the scale of their input, norms are near their neutral value."""
     generator = torch.Generator().manual_seed(seed)
+    embeddings = {id(model.get_input_embeddings().weight)} - {id(model.get_output_embeddings().weight)}
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
+        for parameter in model.parameters():
             noise = torch.randn(parameter.shape, generator=generator)
-            if parameter.dim() > 1:
-                parameter.copy_(
-                    noise * (1.0 if "emb" in name or "wte" in name else parameter.shape[-1] ** -0.5)
-                )
-            else:
+            if parameter.dim() == 1:
                 parameter.add_(0.1 * noise)
+            else:
+                parameter.copy_(noise if id(parameter) in embeddings else noise * parameter.shape[-1] ** -0.5)
 
 
 def byte_level_tokenizer() -> PreTrainedTokenizerFast:

@@ -45,3 +45,13 @@ class FusedLinear(Linear):
             if parameter is not None:
                 for part, view in zip(self.parts, torch.split(parameter, sizes), strict=True):
                     yield f"{parent}.{part}.{kind}", view
+
+
+class TransposedLinear(Linear):
+    """A linear layer whose weight checkpoints have as [in_features, out_features], as GPT-2's do."""
+
+    def checkpoint_tensors(self, path: str) -> Iterator[tuple[str, Tensor]]:
+        """As FusedLinear's."""
+        yield f"{path}.weight", self.weight.t()
+        if self.bias is not None:
+            yield f"{path}.bias", self.bias

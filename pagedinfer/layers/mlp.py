@@ -10,7 +10,10 @@ from pagedinfer.layers.placement import Placement
 
 
 class GatedMLP(nn.Module):
-    """down(activation(gate(x)) * up(x)), with gate and up as one GEMM."""
+    """down(activation(gate(x)) * up(x)), with gate and up as one GEMM.
+
+    `merged` says that checkpoints have gate and up as one tensor too, gate_up_proj.
+    """
 
     def __init__(
         self,
@@ -20,9 +23,12 @@ class GatedMLP(nn.Module):
         activation: str,
         bias: bool,
         placement: Placement,
+        merged: bool = False,
     ) -> None:
         super().__init__()
         parts = {"gate_proj": intermediate_size, "up_proj": intermediate_size}
+        if merged:
+            parts = {"gate_up_proj": 2 * intermediate_size}
         self.gate_up_proj = FusedLinear(hidden_size, parts, bias=bias, placement=placement)
         self.down_proj = Linear(intermediate_size, hidden_size, bias=bias, placement=placement)
         self.activation = gated_activation(activation)

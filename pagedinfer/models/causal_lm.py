@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 from typing import ClassVar
 
 from torch import Tensor, nn
@@ -19,6 +20,8 @@ class CausalLM(nn.Module):
 
     base_prefix: ClassVar[str] = "model."
     """What precedes the decoder's names in a checkpoint, unless it was saved without its head."""
+    checkpoint_names: ClassVar[Mapping[str, str]] = MappingProxyType({})
+    """Parts of module names, and what checkpoints have in their place."""
     ignored_tensors: ClassVar[Iterable[str]] = (r".*\.rotary_emb\.inv_freq",)
     """Patterns of names that checkpoints may hold and nothing needs."""
 

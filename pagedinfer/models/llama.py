@@ -19,7 +19,16 @@ class LlamaAttention(nn.Module):
     """Grouped-query attention on one fused projection."""
 
     def __init__(
-        self, config: ModelConfig, layer: int, rotary: RotaryEmbedding, placement: Placement
+        self,
+        config: ModelConfig,
+        layer: int,
+        rotary: RotaryEmbedding,
+        placement: Placement,
+        *,
+        qkv_bias: bool,
+        output_bias: bool,
+        scale: float | None = None,
+        logit_cap: float = 0.0,
     ) -> None:
         super().__init__()
         self.num_heads, self.num_kv_heads = config.num_heads, config.num_kv_heads
@@ -27,28 +36,23 @@ class LlamaAttention(nn.Module):
         self.query_size = self.num_heads * self.head_dim
         self.kv_size = self.num_kv_heads * self.head_dim
         self.qkv_proj = FusedLinear(
-            config.hidden_size,
-            {"q_proj": self.query_size, "k_proj": self.kv_size, "v_proj": self.kv_size},
-            bias=self.has_qkv_bias(config),
-            placement=placement,
+            config.hidden_size, self.projections(), bias=qkv_bias, placement=placement
         )
-        self.o_proj = Linear(
-            self.query_size, config.hidden_size, bias=self.has_output_bias(config), placement=placement
-        )
+        self.o_proj = Linear(self.query_size, config.hidden_size, bias=output_bias, placement=placement)
         self.rotary = rotary
         self.attention = Attention(
             layer,
             num_heads=self.num_heads,
             num_kv_heads=self.num_kv_heads,
             head_dim=self.head_dim,
+            scale=scale,
             sliding_window=config.layer_windows[layer],
+            logit_cap=logit_cap,
         )
 
-    def has_qkv_bias(self, config: ModelConfig) -> bool:
-        return bool(config.options.get("attention_bias", False))
-
-    def has_output_bias(self, config: ModelConfig) -> bool:
-        return bool(config.options.get("attention_bias", False))
+    def projections(self) -> dict[str, int]:
+        """The names of query, key and value in checkpoints, and their widths."""
+        return {"q_proj": self.query_size, "k_proj": self.kv_size, "v_proj": self.kv_size}
 
     def normalize_heads(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
         """What happens to [num_tokens, heads, head_dim] before the rotation: nothing here."""
@@ -71,19 +75,23 @@ class LlamaAttention(nn.Module):
 class LlamaDecoderLayer(nn.Module):
     """Attention and MLP, each on the normalized residual stream."""
 
-    attention_class: type[LlamaAttention] = LlamaAttention
-
     def __init__(
         self, config: ModelConfig, layer: int, rotary: RotaryEmbedding, placement: Placement
     ) -> None:
         super().__init__()
         epsilon = config.options["rms_norm_eps"]
         self.input_layernorm = RMSNorm(config.hidden_size, epsilon, placement=placement)
-        self.self_attn = self.attention_class(config, layer, rotary, placement)
+        self.self_attn = self.make_attention(config, layer, rotary, placement)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, epsilon, placement=placement)
-        self.mlp = self.make_mlp(config, placement)
+        self.mlp = self.make_mlp(config, layer, placement)
 
-    def make_mlp(self, config: ModelConfig, placement: Placement) -> nn.Module:
+    def make_attention(
+        self, config: ModelConfig, layer: int, rotary: RotaryEmbedding, placement: Placement
+    ) -> LlamaAttention:
+        bias = bool(config.options.get("attention_bias", False))
+        return LlamaAttention(config, layer, rotary, placement, qkv_bias=bias, output_bias=bias)
+
+    def make_mlp(self, config: ModelConfig, layer: int, placement: Placement) -> nn.Module:
         return GatedMLP(
             config.hidden_size,
             config.options["intermediate_size"],
@@ -113,14 +121,18 @@ class LlamaDecoderLayer(nn.Module):
 class LlamaModel(nn.Module):
     """Embedding, layers, final norm."""
 
-    layer_class: type[LlamaDecoderLayer] = LlamaDecoderLayer
-
-    def __init__(self, config: ModelConfig, placement: Placement, max_model_len: int) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        placement: Placement,
+        max_model_len: int,
+        layer_class: type[LlamaDecoderLayer],
+    ) -> None:
         super().__init__()
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, placement=placement)
         rotary = RotaryEmbedding(config.rope(), max_model_len=max_model_len, device=placement.device)
         self.layers = nn.ModuleList(
-            self.layer_class(config, layer, rotary, placement) for layer in range(config.num_layers)
+            layer_class(config, layer, rotary, placement) for layer in range(config.num_layers)
         )
         self.norm = RMSNorm(config.hidden_size, config.options["rms_norm_eps"], placement=placement)
 
@@ -134,13 +146,13 @@ class LlamaModel(nn.Module):
 
 
 class LlamaForCausalLM(CausalLM):
-    """See CausalLM."""
+    """Families that differ in their layers alone derive from this."""
 
-    model_class: type[LlamaModel] = LlamaModel
+    layer_class: type[LlamaDecoderLayer] = LlamaDecoderLayer
 
     def __init__(self, config: ModelConfig, placement: Placement, max_model_len: int) -> None:
         super().__init__()
-        self.model = self.model_class(config, placement, max_model_len)
+        self.model = LlamaModel(config, placement, max_model_len, self.layer_class)
         self.lm_head = LanguageModelHead(
             self.model.embed_tokens, tied=config.tie_word_embeddings, placement=placement
         )

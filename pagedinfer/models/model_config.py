@@ -78,8 +78,8 @@ class ModelConfig:
         generation = generation or {}
         architecture = _architecture(config)
         family = find_family(architecture)
-        options = dict(family.defaults) | {key: value for key, value in config.items() if value is not None}
-        if "quantization_config" in options:
+        options = {**family.defaults, **config}
+        if options.get("quantization_config"):
             method = options["quantization_config"].get("quant_method", "unknown")
             raise ValueError(
                 f"quantized checkpoints are not supported; this one's quant_method is {method!r}"
@@ -89,7 +89,7 @@ class ModelConfig:
         num_heads = _size(options, family, "num_attention_heads")
         num_layers = _size(options, family, "num_hidden_layers")
         max_position = _size(options, family, "max_position_embeddings")
-        if "head_dim" not in options and hidden_size % num_heads:
+        if options.get("head_dim") is None and hidden_size % num_heads:
             raise ValueError(f"hidden_size {hidden_size} is not a multiple of {num_heads} attention heads")
         head_dim = _size(options, family, "head_dim", hidden_size // num_heads)
         num_kv_heads = _size(options, family, "num_key_value_heads", num_heads)
@@ -100,7 +100,8 @@ class ModelConfig:
         max_model_len = max_position
         if family.has_rope:
             rope = _rope(options, head_dim, max_position, "full_attention")
-            max_model_len = rope.context_length
+            if not family.stretch_is_counted:
+                max_model_len = rope.context_length
         eos = generation.get("eos_token_id")
         return cls(
             path=Path(path),
@@ -153,7 +154,9 @@ def _architecture(config: Mapping[str, Any]) -> str:
 
 def _size(options: Mapping[str, Any], family: Family, name: str, default: int | None = None) -> int:
     key = family.names.get(name, name)
-    value = options.get(key, default)
+    value = options.get(key)
+    if value is None:
+        value = default
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ValueError(f"{key} in config.json must be an integer >= 1, got {value!r}")
     return value
@@ -166,7 +169,7 @@ def _rope(options: Mapping[str, Any], head_dim: int, max_position: int, layer_ty
 
 
 def _dtype(options: Mapping[str, Any]) -> str | None:
-    name = options.get("dtype", options.get("torch_dtype"))
+    name = options.get("dtype") or options.get("torch_dtype")
     if name is None:
         return None
     name = str(name).removeprefix("torch.")

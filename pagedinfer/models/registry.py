@@ -24,6 +24,33 @@ def no_window(options: Options, layer: int) -> int:
     return 0
 
 
+def same_window(options: Options, layer: int) -> int:
+    """Every layer has the window, if there is one."""
+    return options.get("sliding_window") or 0
+
+
+def window_if_used(options: Options, layer: int) -> int:
+    """Every layer has the window, if use_sliding_window says so."""
+    return same_window(options, layer) if options.get("use_sliding_window") else 0
+
+
+def window_of_upper_layers(options: Options, layer: int) -> int:
+    """As `window_if_used`, but only the layers from max_window_layers on, or those that layer_types lists."""
+    if options.get("layer_types"):
+        return window_by_layer_type(options, layer)
+    return window_if_used(options, layer) if layer >= options.get("max_window_layers", 0) else 0
+
+
+def window_by_layer_type(options: Options, layer: int) -> int:
+    """layer_types lists each layer's; older files have every sliding_window_pattern-th layer without one."""
+    types = options.get("layer_types")
+    if types:
+        slides = types[layer] == "sliding_attention"
+    else:
+        slides = (layer + 1) % options["sliding_window_pattern"] != 0
+    return same_window(options, layer) if slides else 0
+
+
 @dataclass(frozen=True, slots=True)
 class Family:
     """What config.json means for one architecture."""
@@ -31,16 +58,139 @@ class Family:
     module: str
     """Under pagedinfer.models; its class is named as the architecture."""
     defaults: Options = field(default_factory=dict)
-    """What a config.json of this family may leave out. null counts as left out."""
+    """What a config.json of this family may leave out."""
     names: Mapping[str, str] = field(default_factory=dict)
     """Its own word for a common option, where it has one: {"hidden_size": "n_embd"}."""
     window: Windows = no_window
     has_rope: bool = True
     """Whether positions are rotated in, and not learned."""
+    stretch_is_counted: bool = False
+    """Whether max_position_embeddings has the stretch by RoPE scaling in it already."""
 
+
+_LLAMA: dict[str, Any] = {"hidden_act": "silu", "rms_norm_eps": 1e-6}
+
+_GEMMA: dict[str, Any] = {
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "query_pre_attn_scalar": 256,
+    "rms_norm_eps": 1e-6,
+    "sliding_window": 4096,
+    "tie_word_embeddings": True,
+}
 
 FAMILIES: Mapping[str, Family] = {
-    "LlamaForCausalLM": Family("llama", {"hidden_act": "silu", "rms_norm_eps": 1e-6}),
+    "GPT2LMHeadModel": Family(
+        "gpt2",
+        {
+            "activation_function": "gelu_new",
+            "layer_norm_epsilon": 1e-5,
+            "n_positions": 1024,
+            "tie_word_embeddings": True,
+            "vocab_size": 50257,
+        },
+        names={
+            "hidden_size": "n_embd",
+            "num_hidden_layers": "n_layer",
+            "num_attention_heads": "n_head",
+            "max_position_embeddings": "n_positions",
+        },
+        has_rope=False,
+    ),
+    "Gemma2ForCausalLM": Family(
+        "gemma2",
+        _GEMMA
+        | {
+            "attn_logit_softcapping": 50.0,
+            "final_logit_softcapping": 30.0,
+            "max_position_embeddings": 8192,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+            "sliding_window_pattern": 2,
+        },
+        window=window_by_layer_type,
+        stretch_is_counted=True,
+    ),
+    "Gemma3ForCausalLM": Family(
+        "gemma3",
+        _GEMMA
+        | {
+            "max_position_embeddings": 131072,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+            "rope_theta": 1e6,
+            "rope_local_base_freq": 1e4,
+            "sliding_window_pattern": 6,
+            "vocab_size": 262208,
+        },
+        window=window_by_layer_type,
+        stretch_is_counted=True,
+    ),
+    "LlamaForCausalLM": Family("llama", _LLAMA),
+    "MistralForCausalLM": Family(
+        "mistral",
+        _LLAMA | {"num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096},
+        window=same_window,
+    ),
+    "MixtralForCausalLM": Family(
+        "mixtral",
+        {
+            "hidden_act": "silu",
+            "max_position_embeddings": 131072,
+            "num_experts_per_tok": 2,
+            "num_key_value_heads": 8,
+            "num_local_experts": 8,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 1e6,
+        },
+        window=same_window,
+    ),
+    "OPTForCausalLM": Family(
+        "opt",
+        {
+            "activation_function": "relu",
+            "do_layer_norm_before": True,
+            "enable_bias": True,
+            "layer_norm_elementwise_affine": True,
+            "tie_word_embeddings": True,
+        },
+        has_rope=False,
+    ),
+    "Phi3ForCausalLM": Family(
+        "phi3",
+        {"hidden_act": "silu", "rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096},
+        window=same_window,
+    ),
+    "Qwen2ForCausalLM": Family(
+        "qwen2",
+        _LLAMA | {"max_position_embeddings": 32768, "max_window_layers": 28, "sliding_window": 4096},
+        window=window_of_upper_layers,
+    ),
+    "Qwen3ForCausalLM": Family(
+        "qwen3",
+        _LLAMA
+        | {
+            "head_dim": 128,
+            "max_position_embeddings": 32768,
+            "max_window_layers": 28,
+            "sliding_window": 4096,
+        },
+        window=window_of_upper_layers,
+    ),
+    "Qwen3MoeForCausalLM": Family(
+        "qwen3_moe",
+        _LLAMA
+        | {
+            "decoder_sparse_step": 1,
+            "max_position_embeddings": 32768,
+            "mlp_only_layers": (),
+            "norm_topk_prob": False,
+            "num_experts_per_tok": 8,
+            "num_key_value_heads": 4,
+            "sliding_window": 4096,
+        },
+        window=window_if_used,
+    ),
 }
 
 

@@ -62,6 +62,8 @@ def checkpoint_tensors(model: CausalLM) -> dict[str, Tensor]:
             if id(parameter) not in seen:  # a tied weight has one name, that of the embedding
                 seen.add(id(parameter))
                 destinations[name] = parameter
+    for ours, theirs in model.checkpoint_names.items():
+        destinations = {name.replace(ours, theirs): view for name, view in destinations.items()}
     return destinations
 
 

@@ -1,0 +1,39 @@
+"""Qwen3: Llama with normalized query and key heads (Yang et al., 2025)."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from pagedinfer.layers.norm import RMSNorm
+from pagedinfer.layers.placement import Placement
+from pagedinfer.layers.rotary import RotaryEmbedding
+from pagedinfer.models.llama import LlamaAttention, LlamaDecoderLayer, LlamaForCausalLM
+from pagedinfer.models.model_config import ModelConfig
+
+
+class Qwen3Attention(LlamaAttention):
+    """Each head of query and key is normalized before it is rotated."""
+
+    def __init__(
+        self, config: ModelConfig, layer: int, rotary: RotaryEmbedding, placement: Placement
+    ) -> None:
+        bias = bool(config.options.get("attention_bias", False))
+        super().__init__(config, layer, rotary, placement, qkv_bias=bias, output_bias=bias)
+        epsilon = config.options["rms_norm_eps"]
+        self.q_norm = RMSNorm(config.head_dim, epsilon, placement=placement)
+        self.k_norm = RMSNorm(config.head_dim, epsilon, placement=placement)
+
+    def normalize_heads(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+        # Heads of a fused projection have no single stride over all rows, which the norm needs.
+        return self.q_norm(query.contiguous()), self.k_norm(key.contiguous())
+
+
+class Qwen3DecoderLayer(LlamaDecoderLayer):
+    def make_attention(
+        self, config: ModelConfig, layer: int, rotary: RotaryEmbedding, placement: Placement
+    ) -> LlamaAttention:
+        return Qwen3Attention(config, layer, rotary, placement)
+
+
+class Qwen3ForCausalLM(LlamaForCausalLM):
+    layer_class = Qwen3DecoderLayer
