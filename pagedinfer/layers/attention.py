@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from pagedinfer import ops
+from pagedinfer.layers.norm import RMSNorm
+from pagedinfer.layers.rotary import RotaryEmbedding
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,8 +28,8 @@ class AttentionBatch:
     """The step's plan for each sliding window that the model has; 0: no window."""
 
 
-class Attention(nn.Module):
-    """Stores a step's keys and values in one layer of the cache and attends over it. Has no weights.
+class PagedAttention(nn.Module):
+    """Attention over one layer of the cache. Has no weights.
 
     Raises:
         ValueError: a head_dim that no kernel was built for; the message lists those that are.
@@ -56,22 +58,11 @@ class Attention(nn.Module):
         self.sliding_window = sliding_window
         self.logit_cap = logit_cap
 
-    def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, batch: AttentionBatch
-    ) -> Tensor:
-        """[num_tokens, num_heads * head_dim]
-
-        Args:
-            query: [num_tokens, num_heads, head_dim], rotated; views of a fused projection are fine.
-            key, value: [num_tokens, num_kv_heads, head_dim], likewise.
-            kv_cache: [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]
-            batch: the step.
-        """
-        cache = kv_cache[:, self.layer]
-        ops.store_kv(key, value, cache, batch.slot_mapping)
+    def attend(self, query: Tensor, kv_cache: Tensor, batch: AttentionBatch) -> Tensor:
+        """[num_tokens, num_heads * head_dim], over the one layer that `kv_cache` is."""
         output = ops.paged_attention(
             query,
-            cache,
+            kv_cache,
             batch.block_table,
             batch.query_start_loc,
             batch.seq_lens,
@@ -81,6 +72,65 @@ class Attention(nn.Module):
             logit_cap=self.logit_cap,
         )
         return output.flatten(1)
+
+
+class Attention(PagedAttention):
+    """Stores a step's keys and values and attends over all of them."""
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, batch: AttentionBatch
+    ) -> Tensor:
+        """[num_tokens, num_heads * head_dim]
+
+        Args:
+            query: [num_tokens, num_heads, head_dim]; views of a fused projection are fine.
+            key, value: [num_tokens, num_kv_heads, head_dim], likewise.
+            kv_cache: [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]
+            batch: the step.
+        """
+        cache = kv_cache[:, self.layer]
+        ops.store_kv(key, value, cache, batch.slot_mapping)
+        return self.attend(query, cache, batch)
+
+
+class RotaryAttention(PagedAttention):
+    """The same for heads that are rotated by their positions first, and before that perhaps normalized."""
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        positions: Tensor,
+        rotary: RotaryEmbedding,
+        kv_cache: Tensor,
+        batch: AttentionBatch,
+        *,
+        query_norm: RMSNorm | None = None,
+        key_norm: RMSNorm | None = None,
+    ) -> Tensor:
+        """[num_tokens, num_heads * head_dim]
+
+        Args:
+            query, key, value, kv_cache, batch: as in `Attention`; query is changed in place.
+            positions: int64 [num_tokens]
+            rotary: has the table of angles.
+            query_norm, key_norm: over head_dim, both or neither.
+        """
+        cache = kv_cache[:, self.layer]
+        ops.rotary_store_kv(
+            positions,
+            query,
+            key,
+            value,
+            rotary.cos_sin_cache,
+            cache,
+            batch.slot_mapping,
+            query_norm_weight=None if query_norm is None else query_norm.weight,
+            key_norm_weight=None if key_norm is None else key_norm.weight,
+            epsilon=1.0 if query_norm is None else query_norm.epsilon,
+        )
+        return self.attend(query, cache, batch)
 
 
 def check_head_dim(head_dim: int) -> None:

@@ -7,29 +7,19 @@ import math
 import torch
 from torch import Tensor, nn
 
-from pagedinfer import ops
 from pagedinfer.layers.rope_config import RopeConfig
 
 
 class RotaryEmbedding(nn.Module):
-    """Rotates queries and keys by their positions, from a table of cosines and sines."""
+    """The table of cosines and sines that `ops.rotary_store_kv` and `ops.rotary_embedding` rotate by."""
 
     cos_sin_cache: Tensor
+    """float32 [max_model_len, rotary_dim]"""
 
     def __init__(self, rope: RopeConfig, *, max_model_len: int, device: torch.device) -> None:
         super().__init__()
         table = cos_sin_table(rope, max_model_len).to(device)
         self.register_buffer("cos_sin_cache", table, persistent=False)
-
-    def forward(self, positions: Tensor, query: Tensor, key: Tensor) -> None:
-        """In place.
-
-        Args:
-            positions: int64 [num_tokens], below max_model_len.
-            query: [num_tokens, num_heads, head_dim], a view is fine.
-            key: [num_tokens, num_kv_heads, head_dim], likewise.
-        """
-        ops.rotary_embedding(positions, query, key, self.cos_sin_cache)
 
 
 def cos_sin_table(rope: RopeConfig, max_model_len: int) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from pagedinfer.layers.attention import Attention, AttentionBatch
+from pagedinfer.layers.attention import AttentionBatch, RotaryAttention
 from pagedinfer.layers.embedding import Embedding, LanguageModelHead
 from pagedinfer.layers.linear import FusedLinear, Linear
 from pagedinfer.layers.mlp import GatedMLP
@@ -40,7 +40,7 @@ class LlamaAttention(nn.Module):
         )
         self.o_proj = Linear(self.query_size, config.hidden_size, bias=output_bias, placement=placement)
         self.rotary = rotary
-        self.attention = Attention(
+        self.attention = RotaryAttention(
             layer,
             num_heads=self.num_heads,
             num_kv_heads=self.num_kv_heads,
@@ -54,8 +54,12 @@ class LlamaAttention(nn.Module):
         """The names of query, key and value in checkpoints, and their widths."""
         return {"q_proj": self.query_size, "k_proj": self.kv_size, "v_proj": self.kv_size}
 
+    def head_norms(self) -> tuple[RMSNorm | None, RMSNorm | None]:
+        """The norms of query and key heads that go in one pass with the rotation: none here."""
+        return None, None
+
     def normalize_heads(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-        """What happens to [num_tokens, heads, head_dim] before the rotation: nothing here."""
+        """What else happens to [num_tokens, heads, head_dim] before the rotation: nothing here."""
         return query, key
 
     def forward(
@@ -67,9 +71,19 @@ class LlamaAttention(nn.Module):
             query.unflatten(-1, (self.num_heads, self.head_dim)),
             key.unflatten(-1, (self.num_kv_heads, self.head_dim)),
         )
-        value = value.unflatten(-1, (self.num_kv_heads, self.head_dim))
-        self.rotary(positions, query, key)
-        return self.o_proj(self.attention(query, key, value, kv_cache, attention))  # type: ignore[no-any-return]
+        query_norm, key_norm = self.head_norms()
+        output = self.attention(
+            query,
+            key,
+            value.unflatten(-1, (self.num_kv_heads, self.head_dim)),
+            positions,
+            self.rotary,
+            kv_cache,
+            attention,
+            query_norm=query_norm,
+            key_norm=key_norm,
+        )
+        return self.o_proj(output)  # type: ignore[no-any-return]
 
 
 class LlamaDecoderLayer(nn.Module):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from torch import Tensor
-
 from pagedinfer.layers.norm import RMSNorm
 from pagedinfer.layers.placement import Placement
 from pagedinfer.layers.rotary import RotaryEmbedding
@@ -23,9 +21,8 @@ class Qwen3Attention(LlamaAttention):
         self.q_norm = RMSNorm(config.head_dim, epsilon, placement=placement)
         self.k_norm = RMSNorm(config.head_dim, epsilon, placement=placement)
 
-    def normalize_heads(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-        # Heads of a fused projection have no single stride over all rows, which the norm needs.
-        return self.q_norm(query.contiguous()), self.k_norm(key.contiguous())
+    def head_norms(self) -> tuple[RMSNorm, RMSNorm]:
+        return self.q_norm, self.k_norm
 
 
 class Qwen3DecoderLayer(LlamaDecoderLayer):
