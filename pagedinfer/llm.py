@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
+from pagedinfer.chat_template import ChatTemplate, Message, is_conversation
 from pagedinfer.config import EngineConfig, unknown_option_message
 from pagedinfer.engine.engine import LLMEngine
 from pagedinfer.engine.input_processor import ProcessedPrompt, Prompt
@@ -156,6 +157,50 @@ class LLM:
         priorities = self._priorities(priority, len(processed))
         with ProgressBar(len(processed), shown=use_tqdm) as bar:
             return self._run(processed, params, priorities, bar)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        *,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Answers one chat or several, which the model's template turns into prompts.
+
+        Args:
+            messages: a list of messages, {"role": "user", "content": "..."}, or a list of such lists.
+            sampling_params, use_tqdm: as in `generate`.
+            chat_template: instead of the tokenizer's: a Jinja template, or the path of a file with one.
+            add_generation_prompt: end the prompt with what begins an answer.
+            continue_final_message: go on with the last message; add_generation_prompt must be False then.
+            tools: JSON schemas of functions that the model may call.
+            chat_template_kwargs: more variables for the template.
+
+        Returns:
+            As `generate`.
+
+        Raises:
+            ValueError: no template, malformed messages, or messages that the template refuses; nothing has
+                run then.
+        """
+        template = ChatTemplate(self.get_tokenizer(), chat_template)
+        chats = cast("Sequence[Sequence[Message]]", [messages] if is_conversation(messages) else messages)
+        prompts: list[Prompt] = []
+        for chat in chats:
+            text, token_ids = template.encode(
+                chat,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                tools=tools,
+                template_kwargs=chat_template_kwargs,
+            )
+            prompts.append({"prompt": text, "prompt_token_ids": token_ids})
+        return self.generate(prompts, sampling_params, use_tqdm)
 
     def _run(
         self,
