@@ -1,5 +1,7 @@
 #include "attention/attention_plan.h"
 
+#include <algorithm>
+
 #include "attention/attention_plan_cuda.h"
 #include "common/check.h"
 #include "common/cuda_context.h"
@@ -62,6 +64,12 @@ void check_attention_shape(const char* op, const AttentionPlanShape& shape) {
                    "; expected >= 0");
   PAGEDINFER_CHECK(shape.max_query_len >= 0, op, ": max_query_len is ", shape.max_query_len,
                    "; expected >= 0");
+}
+
+int64_t checked_sliding_window(const char* op, int64_t sliding_window) {
+  PAGEDINFER_CHECK(sliding_window >= 0, op, ": sliding_window is ", sliding_window,
+                   "; expected >= 0 (0: no window)");
+  return std::min<int64_t>(sliding_window, INT32_MAX);
 }
 
 AttentionPlanSizes attention_plan_sizes_cpu() {
@@ -145,8 +153,7 @@ void attention_plan(const Tensor& query_start_loc, const Tensor& seq_lens, Tenso
   check.same_device("plan", plan);
   check.contiguous("seq_lens", seq_lens);
   check.contiguous("plan", plan);
-  PAGEDINFER_CHECK(sliding_window >= 0, op, ": sliding_window is ", sliding_window,
-                   "; expected >= 0 (0: no window)");
+  sliding_window = checked_sliding_window(op, sliding_window);
 
   const AttentionPlanParams params{
       .query_start_loc = static_cast<const int32_t*>(query_start_loc.const_data_ptr()),

@@ -38,6 +38,10 @@ struct AttentionPlanParams {
 // sizes.
 void check_attention_shape(const char* op, const AttentionPlanShape& shape);
 
+// Refuses a negative window. One too long for int32 is cut to that: no sequence is longer, and
+// kernels may compute with int32 positions.
+int64_t checked_sliding_window(const char* op, int64_t sliding_window);
+
 // The CPU's sizes. Constants: the workspace bounds how many partial results are in memory at a
 // time.
 AttentionPlanSizes attention_plan_sizes_cpu();

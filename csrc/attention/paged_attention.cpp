@@ -107,8 +107,7 @@ void paged_attention(const Tensor& query, const Tensor& kv_cache, const Tensor& 
   };
   check_attention_shape(kOp, shape);
   PAGEDINFER_CHECK(std::isfinite(scale), kOp, ": scale is ", scale, "; expected a finite number");
-  PAGEDINFER_CHECK(sliding_window >= 0, kOp, ": sliding_window is ", sliding_window,
-                   "; expected >= 0 (0: no window)");
+  sliding_window = checked_sliding_window(kOp, sliding_window);
   PAGEDINFER_CHECK(std::isfinite(logit_cap) && logit_cap >= 0, kOp, ": logit_cap is ", logit_cap,
                    "; expected a finite number >= 0 (0: no cap)");
 

@@ -64,8 +64,8 @@ PAGEDINFER_SIMD void store_lane_sums(float* to, const FloatVector (&v)[4]) {
   __m128 quarter[4];
   for (int i = 0; i < 4; ++i) {
 #if defined(__AVX512F__)
-    const __m256 half =
-        _mm256_add_ps(_mm512_maskz_extractf32x8_ps(0xff, v[i], 0), _mm512_maskz_extractf32x8_ps(0xff, v[i], 1));
+    const __m256 half = _mm256_add_ps(_mm512_maskz_extractf32x8_ps(0xff, v[i], 0),
+                                      _mm512_maskz_extractf32x8_ps(0xff, v[i], 1));
 #else
     const __m256 half = v[i];
 #endif

@@ -55,7 +55,7 @@ def test_lengths_around_boundaries(device: torch.device, dtype: torch.dtype, hea
 
 
 @pytest.mark.parametrize("query_len", [1, 3, 16, 70])
-@pytest.mark.parametrize("window", [1, 2, 4, 15, 16, 17, 64, 100, 5000])
+@pytest.mark.parametrize("window", [1, 2, 4, 15, 16, 17, 64, 100, 5000, 2**31, 2**63 - 1])
 def test_sliding_window(device: torch.device, window: int, query_len: int) -> None:
     """The blocks before the window are gone: their table entries are poisoned."""
     lengths = [query_len + context for context in (0, 1, 15, 16, 63, 200, 600)]
