@@ -6,18 +6,19 @@
 // those with the most keys come first. What "decode", "tile", "unit" and "chunk" mean, and the
 // arithmetic: see work_partition.h.
 //
-//   tensor            shape                     dtype
-//   query_start_loc   [num_seqs + 1]            int32
-//   seq_lens          [num_seqs]                int32
-//   plan              PlanLayout                int32, written: header, BlockRecord [grid],
-//   counters
-//                                               [grid] (zeros; the decode kernel leaves them so),
-//                                               SequenceRecord [num_seqs], scratch, ZeroRun
-//                                               [num_seqs], PrefillTile [num_prefill_tiles]
+//   tensor            shape            dtype
+//   query_start_loc   [num_seqs + 1]   int32
+//   seq_lens          [num_seqs]       int32
+//   plan              PlanLayout       int32, written: the header; BlockRecord [grid]; counters
+//                                      [grid], zeros, which the decode kernel leaves as they are;
+//                                      SequenceRecord [num_seqs]; scratch [num_seqs];
+//                                      ZeroRun [num_seqs]; PrefillTile [num_prefill_tiles]
 //
 // Grid: one block of 1,024 threads; it runs once a step, not once a layer. Each thread takes every
 // 1,024th sequence, block of the decode grid, and prefill tile.
-// Shared memory: one int3 a warp for the prefix sums, and the histogram of the counting sort.
+//
+// Shared memory: one set of counts a warp for the prefix sums; the histogram of the counting sort.
+//
 // Invariants: sequences without queries are skipped; those of length 0 only get zeros written.
 #include "attention/attention_plan_cuda.h"
 

@@ -1,29 +1,32 @@
 // Decode: attention of sequences with few query rows (fp16, bf16), split along the keys over a
 // fixed grid.
 //
-//   for each tile of 64 keys of a unit, on tensor cores, with Q [16 x D] the unit's packed query
-//   rows:
+//   for each tile of 64 keys of a unit, on tensor cores; Q [16 x D] are the unit's packed rows:
 //     S = Q K^T;  m' = max(m, rowmax S);  P = 2^(S - m');  l = l 2^(m - m') + rowsum P
 //     O = O 2^(m - m') + P V
 //
-//   tensor        shape                                             dtype      strides (elements)
-//   query         [num_tokens, num_heads, D]                        T          free, free, 1
-//   kv_cache      [num_blocks, 2, num_kv_heads, block_size, D]      T          cache_stride_block,
-//   dense block_table   [num_seqs, max_blocks]                            int32 block_table_stride,
-//   1 plan          PlanLayout                                        int32      what each block
-//   does workspace     see partial_results.cuh                           float32    results of
-//   parts of units out           [num_tokens, num_heads, D]                        T          dense
+//   tensor        shape                                          dtype    strides (elements)
+//   query         [num_tokens, num_heads, D]                     T        free, free, 1
+//   kv_cache      [num_blocks, 2, num_kv_heads, block_size, D]   T        cache_stride_block, dense
+//   block_table   [num_seqs, max_blocks]                         int32    block_table_stride, 1
+//   plan          PlanLayout                                     int32    what each block does
+//   workspace     see partial_results.cuh                        float32  results of parts
+//   out           [num_tokens, num_heads, D]                     T        dense
 //
 // Grid: p.grid blocks (DeviceLimits::decode_grid), whatever the batch, so that a captured graph
-// stays valid. A block owns the contiguous range of tiles in its BlockRecord (work_partition.h). A
-// block's warps share nothing but the ends of the units: warp w takes tokens 16 w .. 16 w + 15 of
+// stays valid. A block owns the contiguous range of tiles in its BlockRecord (work_partition.h).
+//
+// A block's warps share nothing but the ends of the units: warp w takes tokens 16 w .. 16 w + 15 of
 // each tile, brings them in by itself and keeps a softmax of its own. So no barrier stands in the
 // loop, only the warp's own wait for its copies, and the ring runs on over the ends of units and
-// sequences. Shared memory: for each warp a ring of p.stages x (K, V of 16 tokens); then Q, if
-// HEAD_DIM is 256, and (m, l) of each warp and row.
-//   The stage that a warp has just used takes its O at the end of a unit: 16 tokens of K and V in
-//   16 bits are as many bytes as 16 rows of O in 32.
+// sequences.
+//
+// Shared memory: for each warp a ring of p.stages x (K, V of 16 tokens); then Q if D is 256; (m, l)
+// of each warp and row; BlockState. The stage that a warp has just used takes its O at the end of a
+// unit: 16 tokens of K and V in 16 bits are as many bytes as 16 rows of O in 32.
+//
 // Template: T, the element type; HEAD_DIM.
+//
 // Invariants: keys outside first_key .. seq_len - 1 are never read: their shared memory is zeroed
 // (0 * NaN would be NaN) and their scores are -inf.
 #include "attention/device_limits.h"
@@ -40,6 +43,14 @@ namespace {
 constexpr unsigned kWarpMask = ~0u;
 constexpr int kWarpTokens = 16;
 constexpr int kMinStages = 2, kMaxStages = 6;
+
+// What a block needs at the ends of its parts only; in registers it would crowd the loop.
+struct BlockState {
+  SequenceRecord sequence;  // of the part at hand
+  Partition partition;
+  bool deterministic;
+  int flag;
+};
 
 template <int HEAD_DIM>
 struct DecodeTraits {
@@ -58,7 +69,8 @@ struct DecodeTraits {
   static constexpr bool kSharedQuery = HEAD_DIM > 128;
   static constexpr int kQueryBytes = kSharedQuery ? kDecodeRows * Rows::kRowBytes : 0;
   static constexpr int kScalesBytes = kWarps * kDecodeRows * static_cast<int>(sizeof(float2));
-  static constexpr int kTailBytes = kQueryBytes + kScalesBytes + 16;
+  static constexpr int kTailBytes =
+      kQueryBytes + kScalesBytes + static_cast<int>(sizeof(BlockState));
 
   static_assert(kWarpStageBytes >= WarpSums<HEAD_DIM>::kFloats * 4);
 };
@@ -240,7 +252,7 @@ struct WarpAttention {
     float scores[2][4] = {};
     {
       const int row = lane / 16 * 8 + lane % 8, half = lane / 8 & 1;
-#pragma unroll
+#pragma unroll(Traits::kSharedQuery ? 4 : kSlices)
       for (int slice = 0; slice < kSlices; ++slice) {
         uint32_t k[4];
         load_matrices(k, stage + Rows::offset(row, slice * 2 + half));
@@ -344,7 +356,7 @@ __global__ __launch_bounds__(
   char* query = shared + p.stages * Traits::kStageBytes;
   char* tail = query + Traits::kQueryBytes;
   auto* scales = reinterpret_cast<float2(*)[kDecodeRows]>(tail);
-  auto* flag = reinterpret_cast<int*>(tail + Traits::kScalesBytes);
+  auto& state = *reinterpret_cast<BlockState*>(tail + Traits::kScalesBytes);
 
   const PlanView plan(p);
   const BlockRecord record = plan.blocks[blockIdx.x];
@@ -360,19 +372,31 @@ __global__ __launch_bounds__(
     };
     for (int i = 0; i < p.stages - 1; ++i) issue_next();
 
-    const bool deterministic = plan.header->deterministic != 0;
-    const Partition partition(plan.header->total_tiles, gridDim.x);
     const PartWriter<T, HEAD_DIM, Traits::kThreads> writer(p, plan);
     WarpAttention<T, HEAD_DIM> attention;
-    SequenceRecord sequence = record.sequence;
+    const SequenceRecord& sequence = state.sequence;
+    auto set_sequence = [&](const SequenceRecord* from) {
+      if (threadIdx.x < sizeof(SequenceRecord) / kInts) {
+        reinterpret_cast<int32_t*>(&state.sequence)[threadIdx.x] =
+            reinterpret_cast<const int32_t*>(from)[threadIdx.x];
+      }
+      __syncthreads();
+    };
+    if (threadIdx.x == 0) {
+      state.partition = Partition(plan.header->total_tiles, gridDim.x);
+      state.deterministic = plan.header->deterministic != 0;
+    }
+    set_sequence(&plan.blocks[blockIdx.x].sequence);
     int index = record.index, unit = record.unit, tile = record.tile;
     int tiles_left = record.num_tiles, stage = 0;
     bool prefix = tile == 0;
     while (true) {
       // One part, or one chunk of it.
-      const int chunk = chunk_tiles(sequence.num_tiles, deterministic);
+      const int chunk = chunk_tiles(sequence.num_tiles, state.deterministic);
       const int part_end = smaller(sequence.num_tiles, tile + tiles_left);
-      const int end = deterministic ? smaller(part_end, (tile / chunk + 1) * chunk) : part_end;
+      const int end =
+          state.deterministic ? smaller(part_end, (tile / chunk + 1) * chunk) : part_end;
+      const bool complete = end == sequence.num_tiles;
       attention.start(p, sequence, unit, query);
       int last_stage = stage;
       int first = (sequence.first_tile + tile) * kTileTokens + warp * kWarpTokens;
@@ -402,26 +426,26 @@ __global__ __launch_bounds__(
           Part{
               .sequence = &sequence,
               .unit = unit,
-              .slots = PartSlots(partition, unit_place, deterministic),
+              .slots = PartSlots(state.partition, unit_place, state.deterministic),
               .prefix = prefix,
               .accumulates = prefix && tile > 0,
-              .complete = end == sequence.num_tiles,
+              .complete = complete,
               .last_of_block = end == part_end,
-              .chunk = deterministic ? tile / chunk : 0,
+              .chunk = state.deterministic ? tile / chunk : 0,
           },
           scales, reinterpret_cast<const float*>(shared + last_stage * Traits::kWarpStageBytes),
-          p.stages * Traits::kWarpStageBytes / 4, flag);
+          p.stages * Traits::kWarpStageBytes / 4, &state.flag);
 
       tiles_left -= end - tile;
       if (tiles_left == 0) break;
       __syncthreads();  // the stage and the scales may be written again
       tile = end;
-      if (tile == sequence.num_tiles) {
+      if (complete) {
         tile = 0;
         prefix = true;
         if (++unit == p.units) {
           unit = 0;
-          sequence = plan.sequences[++index];
+          set_sequence(plan.sequences + ++index);
         }
       }
     }

@@ -4,20 +4,26 @@
 //     S = Q K^T;  m' = max(m, rowmax S);  P = 2^(S - m');  l = l 2^(m - m') + rowsum P
 //     O = O 2^(m - m') + P V
 //
-//   tensor        shape                                             dtype      strides (elements)
-//   query         [num_tokens, num_heads, D]                        float32    free, free, 1
-//   kv_cache      [num_blocks, 2, num_kv_heads, block_size, D]      float32    cache_stride_block,
-//   dense block_table   [num_seqs, max_blocks]                            int32 block_table_stride,
-//   1 plan          PlanLayout                                        int32 workspace     see
-//   partial_results.cuh                           float32 out           [num_tokens, num_heads, D]
-//   float32    dense
+//   tensor        shape                                          dtype    strides (elements)
+//   query         [num_tokens, num_heads, D]                     float32  free, free, 1
+//   kv_cache      [num_blocks, 2, num_kv_heads, block_size, D]   float32  cache_stride_block, dense
+//   block_table   [num_seqs, max_blocks]                         int32    block_table_stride, 1
+//   plan          PlanLayout                                     int32    what each block does
+//   workspace     see partial_results.cuh                        float32  results of parts
+//   out           [num_tokens, num_heads, D]                     float32  dense
 //
 // Grids and what a block owns: those of the tensor-core kernels, so that one plan serves every
 // dtype; but a prefill block owns 16 rows of a tile, not all. Eight threads own a row: thread c of
 // them the scores of keys c, c + 8, .. and the output columns 4 c .. 4 c + 3, 4 c + 32 .. and so
-// on. Shared memory: Q [16, D]; K [32, D + 4]; V [32, D]; P [16, 36]; at the end of a unit O in K's
-// place. Template: HEAD_DIM. Invariants: keys outside the sequence (or before its window) are never
-// read: their shared memory is zeroed and their scores are -inf.
+// on.
+//
+// Shared memory: Q [16, D]; K [32, D + 4]; V [32, D]; P [16, 36]; at the end of a unit O in K's
+// place.
+//
+// Template: HEAD_DIM.
+//
+// Invariants: keys outside the sequence (or before its window) are never read: their shared memory
+// is zeroed and their scores are -inf.
 #include "attention/dispatch.h"
 #include "attention/kernel_params.cuh"
 #include "attention/launchers.cuh"

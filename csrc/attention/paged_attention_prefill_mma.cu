@@ -1,28 +1,32 @@
 // Prefill: attention of sequences with many query rows (fp16, bf16), tiled along the rows, on
 // tensor cores through mma.sync (sm_80 and newer).
 //
-//   for Q [M x D] a tile of packed query rows, over tiles of keys (64; 32 for a D of 256) from the
-//   last to the first:
+//   for Q [M x D] a tile of packed rows, over tiles of 64 keys (32 if D is 256), the last first:
 //     S = Q K^T;  m' = max(m, rowmax S);  P = 2^(S - m');  l = l 2^(m - m') + rowsum P
-//     O = O 2^(m - m') + P V;             at the end: out = O / l             (FlashAttention, Dao
-//     2022)
+//     O = O 2^(m - m') + P V
+//   out = O / l                                                (FlashAttention, Dao et al. 2022)
 //
-//   tensor        shape                                             dtype      strides (elements)
-//   query         [num_tokens, num_heads, D]                        T          free, free, 1
-//   kv_cache      [num_blocks, 2, num_kv_heads, block_size, D]      T          cache_stride_block,
-//   dense block_table   [num_seqs, max_blocks]                            int32 block_table_stride,
-//   1 plan          PrefillTile [num_prefill_tiles], longest first    int32 out [num_tokens,
-//   num_heads, D]                        T          dense
+//   tensor        shape                                          dtype    strides (elements)
+//   query         [num_tokens, num_heads, D]                     T        free, free, 1
+//   kv_cache      [num_blocks, 2, num_kv_heads, block_size, D]   T        cache_stride_block, dense
+//   block_table   [num_seqs, max_blocks]                         int32    block_table_stride, 1
+//   plan          PrefillTile [num_prefill_tiles]                int32    the longest first
+//   out           [num_tokens, num_heads, D]                     T        dense
 //
 // Grid: the most tiles that a batch of this shape can have x num_kv_heads; blocks past the plan's
-// count leave at once. The hardware hands out blocks in order, so that the longest tiles start
-// first. A block owns M = prefill_tile_rows packed rows of one KV head: the query heads that share
-// it lie side by side, which halves nothing for a long chunk and fills the tile for a short one.
-// Each of its four warps owns M / 4 rows, their softmax and their output. Shared memory: Q [M]; two
-// buffers of (K, V) of a tile; the block ids of the next tiles. One barrier a tile. Template: T,
-// the element type; HEAD_DIM. Invariants: keys outside key_begin .. seq_len - 1 are never read:
-// their shared memory is zeroed (0 * NaN would be NaN). Only tiles that some row does not see whole
-// are masked.
+// count leave at once. The hardware hands out blocks in order: the longest tiles start first.
+//
+// A block owns M = prefill_tile_rows packed rows of one KV head. The query heads that share it lie
+// side by side, so that a short chunk fills the tile too. Each of its four warps owns M / 4 rows,
+// their softmax and their output.
+//
+// Shared memory: Q [M]; two buffers of a tile's (K, V); the block ids of the next tiles. One
+// barrier a tile.
+//
+// Template: T, the element type; HEAD_DIM.
+//
+// Invariants: keys outside key_begin .. seq_len - 1 are never read: their shared memory is zeroed
+// (0 * NaN would be NaN). Only tiles that some row does not see whole are masked.
 #include "attention/dispatch.h"
 #include "attention/kernel_params.cuh"
 #include "attention/launchers.cuh"

@@ -4,9 +4,9 @@
 // reading.)
 //
 // A part's result for one packed row is the maximum m of its scores, the sum l of 2^(score - m) and
-// the sums o[HEAD_DIM] of 2^(score - m) * value. Two results fold into one:
-//   m = max(m1, m2);  l = l1 2^(m1 - m) + l2 2^(m2 - m);  o likewise         (Milakov, Gimelshein
-//   2018)
+// the sums o[HEAD_DIM] of 2^(score - m) * value. Two results fold into one (Milakov and Gimelshein,
+// 2018):
+//   m = max(m1, m2);  l = l1 2^(m1 - m) + l2 2^(m2 - m);  o likewise
 //
 //   workspace   shape                                         dtype
 //   sums        [grid * kSlotsPerBlock, partial_rows, D]      float32
