@@ -360,7 +360,8 @@ def sample_tokens(
         vocab_size: ids from this on are never drawn; default: all columns may be.
         token_ids: int64 [num_rows], written; allocated if not given.
         logprobs: float32 [num_rows], written if given: the drawn token's log-probability under
-            softmax(logits), before temperature and filters.
+            softmax(logits), before temperature and filters; 0 for padding, NaN for a row that cannot be
+            sampled.
         workspace: uint8 [sample_tokens_workspace_size(logits)]; allocated if not given.
 
     Returns:
@@ -370,11 +371,10 @@ def sample_tokens(
     Raises:
         ValueError: shapes, dtypes, devices or strides that do not fit.
     """
-    num_rows, columns = logits.shape
-    if token_ids is None:
-        token_ids = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
     if workspace is None:
         workspace = torch.empty(sample_tokens_workspace_size(logits), dtype=torch.uint8, device=logits.device)
+    if token_ids is None:
+        token_ids = torch.empty(logits.shape[:1], dtype=torch.int64, device=logits.device)
     _ops.sample_tokens(
         logits,
         slots,
@@ -384,7 +384,7 @@ def sample_tokens(
         min_p,
         seeds,
         positions,
-        columns if vocab_size is None else vocab_size,
+        logits.shape[-1] if vocab_size is None else vocab_size,
         workspace,
         token_ids,
         logprobs,

@@ -20,7 +20,7 @@ const T* data_of(const Tensor& tensor) {
 // Both devices do with registers, shared memory and the stack. The argument is there for what may
 // come to need more.
 int64_t sample_tokens_workspace_size(const Tensor& logits) {
-  ArgumentChecker check("sample_tokens_workspace_size");
+  ArgumentChecker check("sample_tokens");
   check.shape("logits", logits, {"num_rows", "columns"});
   check.float_dtype("logits", logits);
   return 0;

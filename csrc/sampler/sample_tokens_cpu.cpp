@@ -355,13 +355,13 @@ class RowSampler {
     const bool has_top_k = row_.top_k < vocab_size_;
     if (!has_top_k && !row_.has_top_p) return kLastCode;
 
-    // Among the tokens at the top. With fewer groups than wanted tokens, there is no telling how
-    // far down those reach.
+    // Among the tokens at the top: all that weigh anything if they are few to begin with; else as
+    // far down as the groups' largest tell, where there are enough groups to tell it.
     uint64_t total = has_top_k ? 0 : total_weight(row_.inverse_temperature);
     const int64_t wanted = has_top_k ? row_.top_k : kListedForTopP;
     const bool few = vocab_size_ <= kListCapacity;
     if (few || (wanted <= kLongestListedTopK && wanted <= num_groups_ / 2)) {
-      if (list_top(bin_holding(wanted))) {
+      if (list_top(few ? kLastBin - 1 : bin_holding(wanted))) {
         uint64_t boundary = kLastCode;
         if (has_top_k) {
           boundary = cut_list({false, static_cast<uint64_t>(row_.top_k)});
