@@ -18,7 +18,10 @@ class RotaryEmbedding(nn.Module):
 
     def __init__(self, rope: RopeConfig, *, max_model_len: int, device: torch.device) -> None:
         super().__init__()
-        table = cos_sin_table(rope, max_model_len).to(device)
+        if device.type == "meta":
+            table = torch.empty((max_model_len, rope.rotary_dim), dtype=torch.float32, device=device)
+        else:
+            table = cos_sin_table(rope, max_model_len).to(device)
         self.register_buffer("cos_sin_cache", table, persistent=False)
 
 

@@ -13,7 +13,10 @@ from torch import Tensor
 from tqdm import tqdm
 
 from pagedinfer.errors import WeightsError
+from pagedinfer.logging import get_logger
 from pagedinfer.models.causal_lm import CausalLM
+
+logger = get_logger(__name__)
 
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
 _INDEX = "model.safetensors.index.json"
@@ -120,13 +123,22 @@ def _load_safetensors(model: CausalLM, files: Mapping[Path, set[str] | None], us
         raise WeightsError(
             f"the tensors in {str(folder)!r} are not those of {type(model).__name__}: {'; '.join(problems)}"
         )
+    converted: set[torch.dtype] = set()
     with tqdm(total=len(destinations), desc="Loading weights", unit="tensor", disable=not use_tqdm) as bar:
         for file in files:
             with _open(file) as tensors:
                 for name in tensors.keys():  # noqa: SIM118 - not a mapping
                     if found.get(name) == file and renamed[name] in destinations:
-                        _copy(tensors.get_tensor(name), destinations[renamed[name]], name, file)
+                        source = tensors.get_tensor(name)
+                        _copy(source, destinations[renamed[name]], name, file)
+                        if source.dtype != destinations[renamed[name]].dtype:
+                            converted.add(source.dtype)
                         bar.update()
+    if torch.bfloat16 in converted and model.lm_head.weight.dtype == torch.float16:
+        logger.warning(
+            "the checkpoint is in bfloat16 and was asked for as float16, whose range is smaller: large values "
+            "may become infinite"
+        )
 
 
 def _names(files: Mapping[Path, set[str] | None]) -> dict[str, Path]:

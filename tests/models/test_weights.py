@@ -226,6 +226,15 @@ def test_other_precisions_are_converted(tmp_path: Path, stored: torch.dtype) -> 
     assert ModelConfig.from_pretrained(tmp_path).dtype == str(stored).removeprefix("torch.")
 
 
+@pytest.mark.parametrize(("stored", "warns"), [(torch.bfloat16, True), (torch.float32, False)])
+def test_bfloat16_as_float16_warns(
+    tmp_path: Path, stored: torch.dtype, warns: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    make_llama(tmp_path, shard_size="1GB").to(stored).save_pretrained(tmp_path)
+    load(tmp_path, dtype=torch.float16)
+    assert ("in bfloat16 and was asked for as float16" in caplog.text) is warns
+
+
 def test_checkpoint_saved_without_its_head(tmp_path: Path) -> None:
     reference = make_llama(tmp_path, shard_size="1GB", tie_word_embeddings=True)
     tensors = load_file(tmp_path / "model.safetensors")
