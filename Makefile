@@ -12,6 +12,8 @@ TORCH ?= torch==2.13.0
 VENV ?= .venv
 # More arguments for pytest, such as ARGS="tests/cache -x".
 ARGS ?=
+# More of what scripts/check_gpu.sh can do, such as CHECKS="--racecheck --synccheck".
+CHECKS ?=
 
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check
@@ -29,9 +31,8 @@ demo: $(INSTALLED) build ## Get SmolLM2-135M-Instruct and answer some prompts
 test: $(INSTALLED) build ## Run every test that needs no GPU
 	@$(PY) -m pytest -m "not gpu" $(ARGS)
 
-check-gpu: $(INSTALLED) build ## Look whether the GPU can be used, then run the tests that need it
-	@$(PY) -c "from pagedinfer.device_check import check_cuda_device; check_cuda_device()"
-	@$(PY) -m pytest -m gpu $(ARGS)
+check-gpu: $(INSTALLED) ## Build, run the tests that need a GPU, compute-sanitizer and a small model
+	@PYTHON=$(PY) scripts/check_gpu.sh $(CHECKS) -- $(ARGS)
 
 lint: lint-python lint-types lint-cpp ## Check style and types
 
