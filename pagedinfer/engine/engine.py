@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING
 
 from pagedinfer.config import EngineConfig
+from pagedinfer.engine.batch import Batch
 from pagedinfer.engine.input_processor import InputProcessor, ProcessedPrompt, Prompt
 from pagedinfer.engine.output_processor import OutputProcessor
 from pagedinfer.engine.request import Request
@@ -51,6 +53,7 @@ class LLMEngine:
                 long_prefill_token_threshold=config.long_prefill_token_threshold,
             )
         )
+        self.scheduler.costs.block_bytes = self.worker.block_bytes
         self.input_processor = InputProcessor(self.tokenizer, self.model_config.vocab_size)
         self._outputs = OutputProcessor(self.tokenizer)
         self._eos_token_ids = frozenset(self.model_config.eos_token_ids)
@@ -107,13 +110,25 @@ class LLMEngine:
             if batch.is_empty():
                 return []
             self._outputs.note_scheduled(batch.admitted)
+            started = time.perf_counter()
             output = self.worker.execute(batch).result()
+            self._observe_costs(batch, time.perf_counter() - started)
             updates = self.scheduler.update(batch, output)
             return self._outputs.process(updates, self.scheduler)
         except BaseException:
             self.scheduler.abort_all()
             self._outputs.clear()
             raise
+
+    def _observe_costs(self, batch: Batch, seconds: float) -> None:
+        """Tells the scheduler what prefilling and swapping take, from which it chooses between them."""
+        costs = self.scheduler.costs
+        num_tokens = batch.num_tokens
+        if num_tokens >= self.worker.max_num_batched_tokens // 4:  # smaller steps are slower for a token
+            costs.observe_prefill(num_tokens, seconds)
+        if batch.swaps_out or batch.swaps_in:
+            for num_blocks, swap_seconds in self.worker.take_swap_timings():
+                costs.observe_swap(num_blocks, swap_seconds)
 
     def abort_request(self, request_id: str) -> RequestOutput | None:
         """Ends a request and frees all it holds; its output so far, None if it is not there (any more)."""
@@ -126,7 +141,7 @@ class LLMEngine:
 
     def reset_prefix_cache(self) -> None:
         """Forgets the KV of earlier prompts, except what running requests are using."""
-        self.scheduler.kv.reset_prefix_cache()
+        self.scheduler.reset_prefix_cache()
 
     def close(self) -> None:
         """Drops all requests and gives all memory back. Harmless when repeated."""

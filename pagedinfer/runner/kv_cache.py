@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -41,6 +43,35 @@ class KVCacheShape:
         return torch.empty(shape, dtype=self.dtype, device=device, pin_memory=pinned)
 
 
+class _SwapTiming:
+    """How long some work takes, on the device's own clock where that works on by itself."""
+
+    def __init__(self, num_blocks: int, device: torch.device) -> None:
+        self.num_blocks = num_blocks
+        self._on_gpu = device.type == "cuda"
+        self._marks = [self._mark()]
+
+    def stop(self) -> None:
+        self._marks.append(self._mark())
+
+    def seconds(self) -> float:
+        """Waits for its end."""
+        begin, end = self._marks
+        if isinstance(begin, torch.cuda.Event) and isinstance(end, torch.cuda.Event):
+            end.synchronize()
+            return float(begin.elapsed_time(end)) / 1000.0
+        assert isinstance(begin, float)
+        assert isinstance(end, float)
+        return end - begin
+
+    def _mark(self) -> float | torch.cuda.Event:
+        if not self._on_gpu:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event
+
+
 class KVCache:
     """The blocks on the device and on the CPU, and what a step moves between them."""
 
@@ -52,12 +83,24 @@ class KVCache:
         self.cpu_blocks = shape.allocate(
             num_cpu_blocks, torch.device("cpu"), pinned=device.type == "cuda" and num_cpu_blocks > 0
         )
+        self._timings: list[_SwapTiming] = []
+
+    def take_swap_timings(self) -> list[tuple[int, float]]:
+        """(blocks, seconds) of the swaps since the last call, each one way; waits for their end."""
+        timings, self._timings = self._timings, []
+        return [(timing.num_blocks, timing.seconds()) for timing in timings]
 
     def move(self, batch: Batch) -> None:
         """Carries out a batch's swaps out, then its swaps in, then its copies."""
         if batch.swaps_out:
-            ops.swap_blocks(self.blocks, self.cpu_blocks, pairs(batch.swaps_out))
+            self._swap(self.blocks, self.cpu_blocks, batch.swaps_out)
         if batch.swaps_in:
-            ops.swap_blocks(self.cpu_blocks, self.blocks, pairs(batch.swaps_in))
+            self._swap(self.cpu_blocks, self.blocks, batch.swaps_in)
         if batch.copies:
             ops.copy_blocks(self.blocks, pairs(batch.copies))
+
+    def _swap(self, source: Tensor, destination: Tensor, mapping: Sequence[tuple[int, int]]) -> None:
+        timing = _SwapTiming(len(mapping), self.blocks.device)
+        ops.swap_blocks(source, destination, pairs(mapping))
+        timing.stop()
+        self._timings.append(timing)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -45,17 +44,10 @@ class StepResult:
             self._ready.record()
 
     def result(self) -> StepOutput:
-        """Waits until the tokens are on the host."""
+        """Waits for the step's end."""
         if self._ready is not None:
             self._ready.synchronize()
         return StepOutput(self._token_ids.numpy(), self._logprobs.numpy())
-
-
-class NothingDrawn:
-    """The result of a step in which no request draws a token."""
-
-    def result(self) -> StepOutput:
-        return StepOutput(np.empty(0, np.int64), np.empty(0, np.float32))
 
 
 class ModelRunner:
@@ -75,6 +67,7 @@ class ModelRunner:
         self._config = config
         self._windows = sorted(set(config.sliding_windows))
         self._cache = cache
+        self._device = device
         self._inputs = InputBatch(
             max_num_seqs=max_num_seqs,
             max_model_len=max_model_len,
@@ -84,7 +77,7 @@ class ModelRunner:
         self._sampler = Sampler(max_num_seqs=max_num_seqs, vocab_size=config.vocab_size, device=device)
 
     @torch.inference_mode()
-    def execute(self, batch: Batch) -> StepResult | NothingDrawn:
+    def execute(self, batch: Batch) -> StepResult:
         """Starts a step and returns at once; the handle's `result` waits for what it drew."""
         for slot in batch.released_slots:
             self._inputs.release(slot)
@@ -96,14 +89,24 @@ class ModelRunner:
                 self._inputs.append_blocks(request.slot, request.new_block_ids)
         self._cache.move(batch)
         if not batch.requests:
-            return NothingDrawn()
+            return self._nothing_drawn()
         inputs = self._inputs.prepare(batch)
         logits = self._compute_logits(inputs)
         if logits is None:
-            return NothingDrawn()
+            return self._nothing_drawn()
         token_ids, logprobs = self._sampler.sample(logits, inputs.sample_slots, inputs.output_positions)
         self._inputs.set_last_tokens(inputs.sample_slots, token_ids)
         return StepResult(token_ids, logprobs)
+
+    def _nothing_drawn(self) -> StepResult:
+        return StepResult(
+            torch.empty(0, dtype=torch.int64, device=self._device),
+            torch.empty(0, dtype=torch.float32, device=self._device),
+        )
+
+    def take_swap_timings(self) -> list[tuple[int, float]]:
+        """See `KVCache.take_swap_timings`."""
+        return self._cache.take_swap_timings()
 
     @torch.inference_mode()
     def profile(self, batch: Batch) -> None:

@@ -82,6 +82,10 @@ class Worker:
         """Starts a step; see `ModelRunner.execute`."""
         return self._runner.execute(batch)
 
+    def take_swap_timings(self) -> list[tuple[int, float]]:
+        """See `KVCache.take_swap_timings`."""
+        return self._runner.take_swap_timings()
+
     def close(self) -> None:
         """Gives the weights' and the cache's memory back to the system. The worker is of no use after."""
         if self._meter is not None:

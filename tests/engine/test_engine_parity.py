@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from transformers import PreTrainedModel
 
 from pagedinfer import LLM, LLMEngine, RequestOutput, SamplingParams
 from pagedinfer.config import EngineConfig
+from pagedinfer.engine.scheduler import Scheduler
 from pagedinfer.sampling_params import RequestOutputKind
 from tests.conftest import TinyModel
 from tests.models.parity import TOLERANCE, random_prompts, transformers_greedy, transformers_logits
@@ -97,8 +99,15 @@ def options(device: torch.device, **changes: Any) -> dict[str, Any]:
 
 def generate(path: str, device: torch.device, **changes: Any) -> list[RequestOutput]:
     with LLM(path, **options(device, **changes)) as llm:
+        admit_greedily(llm)
         prompts = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
         return llm.generate(prompts, GREEDY, use_tqdm=False)
+
+
+def admit_greedily(llm: LLM) -> None:
+    """The default admission knows how to avoid the preemptions that these tests are about."""
+    engine = llm.llm_engine
+    engine.scheduler = Scheduler(replace(engine.scheduler.config, admission_policy="greedy"))
 
 
 @pytest.mark.parametrize("name", MODELS)

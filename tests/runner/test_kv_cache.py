@@ -52,5 +52,9 @@ def test_swaps_out_come_before_swaps_in_and_copies(device: torch.device) -> None
     cache.move(Batch(step=0, swaps_out=[(1, 2)], swaps_in=[(0, 1)], copies=[(1, 3), (0, 4)]))
     if device.type == "cuda":
         torch.cuda.synchronize()
+    timings = cache.take_swap_timings()
+    assert [num_blocks for num_blocks, _ in timings] == [1, 1]
+    assert all(0 < seconds < 10 for _, seconds in timings)
+    assert cache.take_swap_timings() == []
     assert contents(cache.blocks) == [10.0, 20.0, 12.0, 20.0, 10.0]
     assert contents(cache.cpu_blocks) == [20.0, 21.0, 11.0, 23.0]
