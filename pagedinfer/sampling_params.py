@@ -17,7 +17,6 @@ MAX_LOGIT_BIAS = 100.0
 
 NOT_SUPPORTED_YET = frozenset(
     {
-        "n",
         "presence_penalty",
         "frequency_penalty",
         "repetition_penalty",

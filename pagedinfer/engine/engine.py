@@ -87,16 +87,22 @@ class LLMEngine:
         params.check_model(self.model_config.vocab_size)
         if not isinstance(prompt, ProcessedPrompt):
             prompt = self.input_processor.process(prompt)
-        request = Request(
-            request_id,
-            prompt.token_ids,
-            params,
-            eos_token_ids=self._eos_token_ids,
-            seed=mix64(request_seed(params.seed, self.config.seed, self._num_requests), 0),
-            priority=priority,
+        seed = request_seed(params.seed, self.config.seed, self._num_requests)
+        first, *further = (
+            Request(
+                request_id if i == 0 else f"{request_id}#{i}",
+                prompt.token_ids,
+                params,
+                eos_token_ids=self._eos_token_ids,
+                seed=mix64(seed, i),
+                priority=priority,
+            )
+            for i in range(params.n)
         )
-        self.scheduler.add_request(request)
-        self._outputs.add(request, prompt, output_kind or params.output_kind)
+        self.scheduler.add_request(first)
+        for choice in further:
+            self.scheduler.fork(request_id, choice)
+        self._outputs.add(first, prompt, output_kind or params.output_kind, further)
         self._num_requests += 1
 
     def step(self) -> list[RequestOutput]:
@@ -132,8 +138,7 @@ class LLMEngine:
 
     def abort_request(self, request_id: str) -> RequestOutput | None:
         """Ends a request and frees all it holds; its output so far, None if it is not there (any more)."""
-        self.scheduler.abort_request(request_id)
-        return self._outputs.abort(request_id)
+        return self._outputs.abort(request_id, self.scheduler)
 
     def has_unfinished_requests(self) -> bool:
         """Whether there is anything to do."""

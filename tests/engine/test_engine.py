@@ -6,11 +6,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 
 from pagedinfer import LLMEngine, RequestOutput, RequestTooLargeError, SamplingParams
 from pagedinfer.config import EngineConfig
 from pagedinfer.sampling_params import RequestOutputKind
 from tests.conftest import TinyModel
+from tests.models.parity import transformers_logits
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -192,3 +194,89 @@ def test_a_closed_engine_says_so(tiny_llama: TinyModel) -> None:
 def test_a_tokenizer_that_is_not_there(tiny_llama: TinyModel, tmp_path: Any) -> None:
     with pytest.raises(ValueError, match=r"no tokenizer can be loaded from .*skip_tokenizer_init"):
         make_engine(tiny_llama.path, tokenizer=str(tmp_path))
+
+
+# ---- several choices of one prompt -----------------------------------------------------------------
+
+
+def choices_of(outputs: list[RequestOutput]) -> list[list[int]]:
+    return [choice.token_ids for choice in outputs[-1].outputs]
+
+
+def sampled(n: int, **changes: Any) -> SamplingParams:
+    options: dict[str, Any] = {"temperature": 1.0, "seed": 11, "max_tokens": 6, "ignore_eos": True}
+    return SamplingParams(n=n, **options | changes)
+
+
+def test_more_choices_than_slots_all_finish_and_share_the_prompt(engine: LLMEngine) -> None:
+    """vllm#1101, vllm#6646: 9 choices through 2 slots, of a prompt of 19 tokens."""
+    prompt = {"prompt_token_ids": [3 + 5 * i for i in range(19)]}
+    before = engine.scheduler.counters.num_scheduled_tokens
+    engine.add_request("a", prompt, sampled(9))
+    outputs = run(engine)["a"]
+    choices = choices_of(outputs)
+    assert [len(choice) for choice in choices] == [6] * 9
+    assert [choice.index for choice in outputs[-1].outputs] == list(range(9))
+    assert len({tuple(choice) for choice in choices}) == 9
+    computed = engine.scheduler.counters.num_scheduled_tokens - before
+    assert computed < 9 * (19 + 5)
+    # Each choice is what it would be in another company.
+    engine.add_request("b", prompt, sampled(3))
+    assert choices_of(run(engine)["b"]) == choices[:3]
+
+
+def test_each_choice_has_the_logprobs_of_its_own_tokens(engine: LLMEngine, tiny_llama: TinyModel) -> None:
+    prompt = [3 + 5 * i for i in range(19)]
+    engine.add_request("a", {"prompt_token_ids": prompt}, sampled(4))
+    for choice in run(engine)["a"][-1].outputs:
+        logits = transformers_logits(tiny_llama.reference, prompt + choice.token_ids)
+        drawn = (
+            logits[len(prompt) - 1 : -1].log_softmax(-1).gather(1, torch.tensor(choice.token_ids)[:, None])
+        )
+        assert choice.cumulative_logprob == pytest.approx(drawn.sum().item(), abs=6e-4)
+
+
+def test_greedy_choices_are_equal(engine: LLMEngine) -> None:
+    engine.add_request("a", "Hello", sampled(3, temperature=0.0))
+    first, *others = choices_of(run(engine)["a"])
+    assert others == [first, first]
+
+
+def test_the_kinds_of_output_with_several_choices(engine: LLMEngine) -> None:
+    for kind in RequestOutputKind:
+        engine.add_request(kind.name, "Hello", sampled(3), output_kind=kind)
+    outputs = run(engine)
+    final = outputs["CUMULATIVE"][-1]
+    assert final.finished
+    assert not any(output.finished for output in outputs["CUMULATIVE"][:-1])
+    assert [output.finished for output in outputs["FINAL_ONLY"]] == [True]
+    assert choices_of(outputs["FINAL_ONLY"]) == choices_of(outputs["CUMULATIVE"])
+    joined: list[list[int]] = [[], [], []]
+    for output in outputs["DELTA"]:
+        for choice in output.outputs:
+            joined[choice.index] += choice.token_ids
+    assert joined == choices_of(outputs["CUMULATIVE"])
+    assert final.metrics.num_generation_tokens == 18
+
+
+def test_choices_end_one_by_one(engine: LLMEngine) -> None:
+    engine.add_request("full", "Hello", sampled(4))
+    full = choices_of(run(engine)["full"])
+    engine.add_request("a", "Hello", sampled(4, stop_token_ids=[full[2][1]]))
+    outputs = run(engine)["a"]
+    choice = outputs[-1].outputs[2]
+    assert (choice.finish_reason, choice.stop_reason) == ("stop", full[2][1])
+    assert choice.token_ids == full[2][:2]
+    assert [output.finished for output in outputs] == [False] * (len(outputs) - 1) + [True]
+
+
+def test_aborting_ends_all_choices(engine: LLMEngine) -> None:
+    for num_steps in range(5):
+        engine.add_request("a", "Hello", sampled(4))
+        for _ in range(num_steps):
+            engine.step()
+        output = engine.abort_request("a")
+        assert output is not None
+        assert output.finished
+        assert [choice.finish_reason for choice in output.outputs] == ["abort"] * 4
+        assert not engine.has_unfinished_requests()
