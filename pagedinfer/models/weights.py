@@ -97,21 +97,45 @@ def _find_files(folder: Path) -> dict[Path, set[str] | None]:
 
 def _load_safetensors(model: CausalLM, files: Mapping[Path, set[str] | None], use_tqdm: bool) -> None:
     found = _names(files)
-    prefix = model.base_prefix
-    if not any(name.startswith(prefix) for name in found):  # saved without its head
-        renamed = {name: name if name.startswith("lm_head.") else prefix + name for name in found}
-    else:
-        renamed = {name: name for name in found}
-    _untie_if_stored_differently(model, {renamed[name]: (name, file) for name, file in found.items()})
+    ours = _names_in_model(model, found)
+    _untie_if_stored_differently(model, {ours[name]: (name, file) for name, file in found.items()})
     destinations = checkpoint_tensors(model)
+    _check_names(model, destinations, found, ours)
+    narrowed = False
+    with tqdm(total=len(destinations), desc="Loading weights", unit="tensor", disable=not use_tqdm) as bar:
+        for file in files:
+            with _open(file) as tensors:
+                for name in tensors.keys():  # noqa: SIM118 - not a mapping
+                    if found.get(name) == file and ours[name] in destinations:
+                        source, destination = tensors.get_tensor(name), destinations[ours[name]]
+                        _copy(source, destination, name, file)
+                        narrowed |= (source.dtype, destination.dtype) == (torch.bfloat16, torch.float16)
+                        bar.update()
+    if narrowed:
+        logger.warning(
+            "the checkpoint is in bfloat16 and was asked for as float16, which has a smaller range: large "
+            "values may become infinite"
+        )
+
+
+def _names_in_model(model: CausalLM, found: Mapping[str, Path]) -> dict[str, str]:
+    """What each tensor would be called had the checkpoint been saved with its head."""
+    prefix = model.base_prefix
+    if any(name.startswith(prefix) for name in found):
+        return {name: name for name in found}
+    return {name: name if name.startswith("lm_head.") else prefix + name for name in found}
+
+
+def _check_names(
+    model: CausalLM, destinations: Mapping[str, Tensor], found: Mapping[str, Path], ours: Mapping[str, str]
+) -> None:
     unused = [*model.ignored_tensors, *(["lm_head\\.weight"] if "lm_head.weight" not in destinations else [])]
     ignored = re.compile("|".join(f"(?:{pattern})" for pattern in unused))
-
-    missing = sorted(set(destinations) - set(renamed.values()))
+    missing = sorted(set(destinations) - set(ours.values()))
     unexpected = sorted(
         f"{name} ({file.name})"
         for name, file in found.items()
-        if renamed[name] not in destinations and not ignored.fullmatch(renamed[name])
+        if ours[name] not in destinations and not ignored.fullmatch(ours[name])
     )
     problems = [
         f"{kind}: {_listed(names)}"
@@ -119,25 +143,8 @@ def _load_safetensors(model: CausalLM, files: Mapping[Path, set[str] | None], us
         if names
     ]
     if problems:
-        folder = next(iter(files)).parent
         raise WeightsError(
-            f"the tensors in {str(folder)!r} are not those of {type(model).__name__}: {'; '.join(problems)}"
-        )
-    converted: set[torch.dtype] = set()
-    with tqdm(total=len(destinations), desc="Loading weights", unit="tensor", disable=not use_tqdm) as bar:
-        for file in files:
-            with _open(file) as tensors:
-                for name in tensors.keys():  # noqa: SIM118 - not a mapping
-                    if found.get(name) == file and renamed[name] in destinations:
-                        source = tensors.get_tensor(name)
-                        _copy(source, destinations[renamed[name]], name, file)
-                        if source.dtype != destinations[renamed[name]].dtype:
-                            converted.add(source.dtype)
-                        bar.update()
-    if torch.bfloat16 in converted and model.lm_head.weight.dtype == torch.float16:
-        logger.warning(
-            "the checkpoint is in bfloat16 and was asked for as float16, whose range is smaller: large values "
-            "may become infinite"
+            f"the checkpoint's tensors are not those of {type(model).__name__}: {'; '.join(problems)}"
         )
 
 
