@@ -1,0 +1,137 @@
+"""The arithmetic by which the GPU's attention work is cut (csrc/attention/work_partition.h), on the host."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+PROGRAM = r"""
+#include <cstdio>
+#include <cstdlib>
+#include <map>
+#include <random>
+#include <set>
+#include <vector>
+
+#include "attention/work_partition.h"
+
+using namespace pagedinfer::attention;
+
+#define EXPECT(condition)                                                     \
+  if (!(condition)) {                                                         \
+    std::printf("line %d: %s (case %d)\n", __LINE__, #condition, the_case);   \
+    std::exit(1);                                                             \
+  }
+
+int main() {
+  std::mt19937 random(1);
+  auto in = [&](int low, int high) { return low + static_cast<int>(random() % (high - low + 1)); };
+  for (int the_case = 0; the_case < 3000; ++the_case) {
+    const bool deterministic = the_case % 2;
+    const int grid = in(1, 40);
+    std::vector<Unit> units;
+    int total = 0;
+    for (int i = in(1, 12); i > 0; --i) {
+      const int tiles = in(1, in(1, 200));
+      units.push_back({total, tiles, chunk_tiles(tiles, deterministic)});
+      EXPECT(units.back().num_chunks() <= (deterministic ? kMaxChunks : tiles));
+      total += tiles;
+    }
+    const Partition partition(total, grid);
+
+    // Ranges are contiguous, cover the list and differ by one tile at most; block_of inverts start.
+    EXPECT(partition.start(0) == 0 && partition.start(grid) == total);
+    for (int b = 0; b < grid; ++b) {
+      const int length = partition.start(b + 1) - partition.start(b);
+      EXPECT(length == total / grid || length == total / grid + 1);
+      for (int t = partition.start(b); t < partition.start(b + 1); ++t) EXPECT(partition.block_of(t) == b);
+    }
+
+    // What the blocks do, unit by unit, as the kernel walks it: every chunk falls to one block, and
+    // every part is written to a slot of its block that nothing else in use occupies.
+    std::set<int> slots_in_use, counters;
+    for (const Unit& unit : units) {
+      const PartSlots slots(partition, unit, deterministic);
+      std::vector<int> parts;  // slots, in order
+      int covered = 0;
+      for (int b = slots.first_block; b < grid; ++b) {
+        const int begin = unit.cut(partition.start(b)), end = unit.cut(partition.start(b + 1));
+        if (begin >= end) continue;
+        EXPECT(begin == unit.begin + covered);
+        covered = end - unit.begin;
+        if (begin == unit.begin) {
+          EXPECT(b == slots.first_block);
+          const int last_chunk = deterministic ? (covered - 1) / unit.chunk : 0;
+          EXPECT(!deterministic || last_chunk + 1 == slots.prefix_chunks);
+          parts.push_back(slots.prefix_slot(b, last_chunk));
+        } else if (!deterministic) {
+          parts.push_back(slots.later_slot(b, 0));
+        } else {
+          for (int t = begin; t < end; t += unit.chunk) {
+            const int chunk = (t - unit.begin) / unit.chunk;
+            EXPECT((t - unit.begin) % unit.chunk == 0);
+            EXPECT(partition.block_of(t) == b);
+            parts.push_back(slots.later_slot(b, chunk));
+          }
+        }
+      }
+      EXPECT(covered == unit.num_tiles);
+      EXPECT(static_cast<int>(parts.size()) == slots.num_parts());
+      if (parts.size() == 1) continue;
+      EXPECT(counters.insert(slots.first_block).second);
+      for (int i = 0; i < slots.num_parts(); ++i) {
+        EXPECT(slots.slot(i) == parts[i]);
+        EXPECT(parts[i] >= 0 && parts[i] < grid * kSlotsPerBlock);
+        EXPECT(slots_in_use.insert(parts[i]).second);
+      }
+    }
+  }
+
+  // The bound on prefill tiles holds for random batches, and grows with each of its arguments.
+  for (int the_case = 0; the_case < 3000; ++the_case) {
+    const int group = in(1, 20), num_seqs = in(1, 30), head_dim = in(0, 1) ? 256 : 128;
+    int longest = 1, tokens = 0, tiles = 0;
+    for (int i = 0; i < num_seqs; ++i) {
+      const int query_len = in(0, in(1, 300));
+      longest = larger(longest, query_len);
+      tokens += query_len;
+      if (query_len > 0 && !is_decode(query_len, group)) {
+        tiles += ceil_div(query_len * group, prefill_tile_rows(head_dim));
+      }
+    }
+    const auto bound = max_prefill_tiles(num_seqs, tokens, longest, group, head_dim);
+    EXPECT(tiles <= bound);
+    EXPECT(bound <= max_prefill_tiles(num_seqs + in(0, 3), tokens + in(0, 99), longest + in(0, 9),
+                                      group, head_dim));
+    EXPECT(may_prefill(longest, group) || tiles == 0);
+  }
+  std::puts("ok");
+}
+"""
+
+
+@pytest.mark.skipif(shutil.which("c++") is None, reason="needs a C++ compiler")
+def test_partition_covers_the_work_and_finds_it_again(tmp_path: Path) -> None:
+    source, program = tmp_path / "partition.cpp", tmp_path / "partition"
+    source.write_text(PROGRAM)
+    subprocess.run(
+        [
+            "c++",
+            "-std=c++20",
+            "-O1",
+            "-Wall",
+            "-Werror",
+            f"-I{ROOT / 'csrc'}",
+            str(source),
+            "-o",
+            str(program),
+        ],
+        check=True,
+    )
+    result = subprocess.run([str(program)], capture_output=True, text=True, check=False)
+    assert result.stdout.strip() == "ok", result.stdout
