@@ -143,8 +143,9 @@ def _check_names(
         if names
     ]
     if problems:
+        folder = next(iter(found.values())).parent
         raise WeightsError(
-            f"the checkpoint's tensors are not those of {type(model).__name__}: {'; '.join(problems)}"
+            f"the tensors in {str(folder)!r} are not those of {type(model).__name__}: {'; '.join(problems)}"
         )
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from pagedinfer.models.model_config import ModelConfig
-from pagedinfer.models.registry import FAMILIES, build_model
+from pagedinfer.models.registry import build_model
 from tests.tiny_models import make_llama
 
 LLAMA_3_8B: dict[str, Any] = {
@@ -124,14 +124,6 @@ def test_folders_and_files_that_are_not_right(tmp_path: Path) -> None:
     (tmp_path / "generation_config.json").write_text("nothing")
     with pytest.raises(ValueError, match=r"generation_config\.json is not valid JSON"):
         ModelConfig.from_pretrained(tmp_path)
-
-
-@pytest.mark.parametrize("architecture", FAMILIES)
-def test_each_family_has_its_module(architecture: str) -> None:
-    from importlib import import_module
-
-    module = import_module(f"pagedinfer.models.{FAMILIES[architecture].module}")
-    assert hasattr(module, architecture)
 
 
 def test_torch_is_not_imported() -> None:

@@ -1,0 +1,30 @@
+from __future__ import annotations
+
+import re
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+from pagedinfer.models.causal_lm import CausalLM
+from pagedinfer.models.registry import FAMILIES, find_family
+
+TABLE = Path(__file__).parents[2] / "docs" / "models.md"
+
+
+@pytest.mark.parametrize("architecture", FAMILIES)
+def test_each_architecture_has_its_class(architecture: str) -> None:
+    module = import_module(f"pagedinfer.models.{FAMILIES[architecture].module}")
+    assert issubclass(getattr(module, architecture), CausalLM)
+
+
+def test_an_unknown_one_is_an_error_that_lists_the_known() -> None:
+    with pytest.raises(ValueError, match="'T5Model' is not supported; supported are") as error:
+        find_family("T5Model")
+    for architecture in FAMILIES:
+        assert architecture in str(error.value)
+
+
+def test_the_documented_table_is_the_registry() -> None:
+    rows = re.findall(r"^\| `(\w+)` \|", TABLE.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    assert sorted(rows) == sorted(FAMILIES)
