@@ -23,6 +23,7 @@ from pagedinfer.engine.request import Request
 from pagedinfer.engine.scheduler_config import SchedulerConfig
 
 _WINDOW = 512  # finished requests that are remembered
+_REFIT_EVENTS = 16  # ends between two looks at their lengths
 _PRIOR_REST = 64.0  # tokens expected beyond all that was ever seen, at least
 _MAX_MARGIN = 0.25  # of the pool
 _MARGIN_STEP = 0.005  # a preemption adds this to the margin
@@ -36,6 +37,11 @@ class OutputLengths:
         self._finished: deque[int] = deque(maxlen=_WINDOW)
         self._ages: npt.NDArray[np.float64] = np.zeros(1)
         self._rests: npt.NDArray[np.float64] = np.full(1, _PRIOR_REST)
+
+    @property
+    def longest(self) -> float:
+        """The most that any request had generated when last looked at."""
+        return float(self._ages[-1])
 
     def observe(self, length: int) -> None:
         """A request ended of its own accord after `length` tokens."""
@@ -79,6 +85,7 @@ class AdmissionControl:
         self._least_margin = config.watermark
         self._margin = config.watermark  # share of the pool left free, for what the forecast misses
         self._lengths = OutputLengths()
+        self._refit_at = 0  # events by then
         self._num_events = 0  # ends and preemptions: what may turn a refusal into an admission
 
     @property
@@ -110,6 +117,11 @@ class AdmissionControl:
             return
         self._margin = min(max(self._least_margin, _MAX_MARGIN), self._margin + _MARGIN_STEP)
 
+    def fits_at_worst(self, candidate: Request, num_running: int, num_limit_tokens: int) -> bool:
+        """Whether all would fit even at their limits, which add up to `num_limit_tokens` so far."""
+        num_tokens = num_limit_tokens + candidate.max_total_tokens
+        return num_tokens // self._block_size + num_running + 1 <= self._room
+
     def fits(self, running: Sequence[Request], candidate: Request, num_own: int, num_used: int) -> bool:
         """Whether the use of the cache stays within the pool if `candidate` joins those `running`.
 
@@ -118,44 +130,40 @@ class AdmissionControl:
             num_own: blocks that it would hold alone, for the tokens that it has.
             num_used: blocks in use if it were admitted.
         """
-        room = self._num_blocks * (1.0 - self._margin)
         if self._greedy:
-            return num_used <= room
-        return self._forecast_peak(running, candidate, num_own, num_used) <= room
+            return num_used <= self._room
+        return self._forecast_peak(running, candidate, num_own, num_used) <= self._room
+
+    @property
+    def _room(self) -> float:
+        return self._num_blocks * (1.0 - self._margin)
 
     def _forecast_peak(
         self, running: Sequence[Request], candidate: Request, num_own: int, num_used: int
     ) -> float:
         """The most blocks ever in use if all goes as expected."""
-        block_size = self._block_size
-        rows = [
-            (
-                request.num_tokens - request.num_prompt_tokens,
-                request.max_total_tokens - request.num_tokens,
-                max(0, -(-request.num_tokens // block_size) - len(request.block_ids)),
-                len(request.block_ids) - request.num_shared_blocks,
-                request.ends_by_length_only,
-            )
-            for request in running
-        ]
-        rows.append(
-            (
-                candidate.num_tokens - candidate.num_prompt_tokens,
-                candidate.max_total_tokens - candidate.num_tokens,
-                0,  # num_used has its prompt already
-                num_own,
-                candidate.ends_by_length_only,
-            )
-        )
-        generated, limit, missing, own, exact = np.array(rows, np.float64).T
-        self._lengths.refit(generated[:-1])
-        rest = np.minimum(limit, self._lengths.expected_rest(generated))
-        rest = np.where(exact > 0, limit, rest)
+        everyone = [*running, candidate]
+        num_tokens = np.array([request.num_tokens for request in everyone])
+        generated = num_tokens - np.array([request.num_prompt_tokens for request in everyone])
+        limit = np.array([request.max_total_tokens for request in everyone]) - num_tokens
+        exact = np.array([request.ends_by_length_only for request in everyone])
+        # Blocks that each holds alone, and those that its prompt lacks still; num_used has all of the
+        # candidate's.
+        held = np.array([len(request.block_ids) for request in everyone])
+        shared = np.array([request.num_shared_blocks for request in everyone])
+        missing = np.maximum(0, -(-num_tokens // self._block_size) - held)
+        own = held + missing - shared
+        own[-1], missing[-1] = num_own, 0
+
+        if self._num_events >= self._refit_at or generated.max() > self._lengths.longest:
+            self._lengths.refit(generated[:-1])
+            self._refit_at = self._num_events + _REFIT_EVENTS
+        rest = np.where(exact, limit, np.minimum(limit, self._lengths.expected_rest(generated)))
 
         order = np.argsort(rest)
-        rest, own = rest[order], (own + missing)[order]
+        rest, own = rest[order], own[order]
         # Just before the i-th request ends: those before it have given back what was theirs, and each
         # of the others has grown by rest[i] tokens.
         given_back = np.cumsum(own) - own
         num_left = np.arange(len(rest), 0, -1)
-        return float(np.max(num_used + missing.sum() - given_back + num_left * rest / block_size))
+        return float(np.max(num_used + missing.sum() - given_back + num_left * rest / self._block_size))

@@ -210,7 +210,8 @@ class KVCacheManager:
         Call when `next_cacheable` is reached. A later request may then share them in the very step that
         computes them: within a layer, all keys and values are stored before any are read.
         """
-        num_tokens = min(request.num_computed_tokens, len(request.token_ids))
+        # A swapped request has no capacity; what it completes meanwhile is made known when it is back.
+        num_tokens = min(request.num_computed_tokens, len(request.token_ids), request.capacity)
         first = request.next_cacheable // self.block_size - 1
         last = num_tokens // self.block_size
         if first < last:

@@ -16,6 +16,7 @@ its place in the order, ahead of all that never ran.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import islice
 
 from pagedinfer.engine.admission import AdmissionControl
 from pagedinfer.engine.batch import AdmittedRequest, Batch, ScheduledRequest, StepOutput
@@ -249,45 +250,59 @@ class Scheduler:
     def _schedule_running(self, step: _Step, first: int, last: int) -> None:
         """Gives running requests `first` to `last` their next tokens, while budget and blocks last."""
         running = self.running.by_urgency
+        add_to_batch = step.batch.requests.append
+        add_to_sampling = step.sampling.append
+        budget = step.budget
         decodes_behind: int | None = None  # running requests behind this one that want a single token
-        index = first
-        while index < last and step.budget > 0:
-            request = running[index]
-            index += 1
+        # Preemption takes requests off the end of the list, and so ends this loop early.
+        for index, request in enumerate(islice(running, first, last), start=first + 1):
+            if budget <= 0:
+                break
             start = request.num_computed_tokens
-            num_tokens = request.num_tokens - start
-            if num_tokens == 1:
-                if decodes_behind is not None:
-                    decodes_behind -= 1
-                if request.num_tokens == request.max_total_tokens:
-                    continue  # a step in flight is drawing its last token
-            else:
+            end = request.num_tokens
+            if end - start > 1:
                 if decodes_behind is None:
                     decodes_behind = _num_decodes(running, index)
                 # A long prompt leaves those behind it their next token, and gets one itself at least.
-                num_tokens = self._chunk(num_tokens, max(1, step.budget - decodes_behind))
+                end = start + self._chunk(end - start, max(1, budget - decodes_behind))
+            else:
+                if decodes_behind is not None:
+                    decodes_behind -= 1
+                if end == request.max_total_tokens:
+                    continue  # a step in flight is drawing its last token
             new_blocks: list[int] = []
-            if start + num_tokens > request.capacity:
-                if not self._make_room(step, request, start + num_tokens):
+            if end > request.capacity:
+                if not self._make_room(step, request, end):
                     break
-                new_blocks = self.kv.grow(request, start + num_tokens)
-                last = min(last, len(running))
-            self._compute(step, request, num_tokens, new_blocks)
+                new_blocks = self.kv.grow(request, end)
+            # What follows is `_compute`, written out: most of a step's time is spent here.
+            budget -= end - start
+            request.num_computed_tokens = end
+            sample = end == request.num_tokens
+            if sample:
+                request.num_tokens = end + 1
+                add_to_sampling(request)
+            if end - start > 1 and end >= request.next_cacheable:
+                self.kv.cache_full_blocks(request)
+            add_to_batch(
+                ScheduledRequest(request.request_id, request.slot, start, end - start, sample, new_blocks)
+            )
+        step.budget = budget
 
-    def _compute(self, step: _Step, request: Request, num_tokens: int, new_blocks: list[int]) -> None:
-        """Puts the next `num_tokens` tokens of a running request into the step."""
+    def _compute(self, step: _Step, request: Request, num_tokens: int) -> None:
+        """Puts the next `num_tokens` tokens of a request that was just admitted into the step."""
         start = request.num_computed_tokens
         end = start + num_tokens
-        request.num_computed_tokens = end
         step.budget -= num_tokens
+        request.num_computed_tokens = end
         sample = end == request.num_tokens
         if sample:
-            request.num_tokens += 1
+            request.num_tokens = end + 1
             step.sampling.append(request)
         if num_tokens > 1 and end >= request.next_cacheable:
             self.kv.cache_full_blocks(request)  # a decode's block is cached when its token is known
         step.batch.requests.append(
-            ScheduledRequest(request.request_id, request.slot, start, num_tokens, sample, new_blocks)
+            ScheduledRequest(request.request_id, request.slot, start, num_tokens, sample, [])
         )
 
     def _chunk(self, num_tokens: int, budget: int) -> int:
@@ -317,13 +332,17 @@ class Scheduler:
             self.admission.observe_preemption()
         return True
 
-    def _shed_forks(self, keep: Request | None) -> None:
-        """Forks that wait give up the KV that they share; they compute it again if nobody else has it."""
-        for fork in list(self._holding):
-            if fork is not keep:
-                del self._holding[fork]
-                self.kv.release(fork)
-                fork.num_computed_tokens = 0
+    def _shed_forks(self, keep: Request | None) -> bool:
+        """Forks that wait give up the KV that they share, but `keep`; False if there are none.
+
+        They compute it again if nobody else has it by then.
+        """
+        forks = [fork for fork in self._holding if fork is not keep]
+        for fork in forks:
+            del self._holding[fork]
+            self.kv.release(fork)
+            fork.num_computed_tokens = 0
+        return bool(forks)
 
     def _preempt(self, request: Request) -> None:
         """Back to the waiting ones, its KV in CPU blocks or to be computed again."""
@@ -344,22 +363,24 @@ class Scheduler:
         request.num_preemptions += 1
         self.waiting.add(request)
 
-    def _displace(self, step: _Step, request: Request, needed: int) -> bool:
-        """Preempts strictly less urgent requests until `request` has a slot and `needed` free blocks.
+    def _find_more_room(self, step: _Step, request: Request, num_needed: int) -> bool:
+        """Takes a slot or blocks from somebody else for a waiting request; False if nobody has to give way.
 
-        False, and nobody is preempted, if that cannot be enough.
+        Somebody is the least urgent one running, if `request` is strictly more urgent; nobody is
+        preempted if even all of its kind together could not make room.
         """
+        if not self.running:
+            # Only forks that wait hold blocks: the others give theirs back first, then `request`
+            # itself, if the copy of a block that it shares is one too many.
+            return self._shed_forks(request) or self._shed_forks(None)
         victims = self.running.by_urgency[self.running.num_at_least_as_urgent(request.urgency[0]) :]
-        to_gain = needed - self.kv.num_free
-        if (not self.running.has_free_slot and not victims) or to_gain > sum(
-            len(v.block_ids) for v in victims
-        ):
+        num_gained = sum(len(victim.block_ids) for victim in victims)
+        if not victims or num_needed > self.kv.num_free + num_gained:
             return False
-        while victims and (not self.running.has_free_slot or self.kv.num_free < needed):
-            step.short_of_blocks = True
-            self._preempt(victims.pop())
-            self.counters.num_displaced += 1
-        return self.kv.num_free >= needed
+        self._preempt(victims[-1])
+        step.short_of_blocks = True
+        self.counters.num_displaced += 1
+        return True
 
     # ---- admission ----
 
@@ -378,17 +399,23 @@ class Scheduler:
         refusal = (request, self.admission.num_events)
         if self.running and self._refused == refusal and self._step < self._retry_step:
             return False
-        prefix = self._find_prefix(request)
-        start = max(request.num_computed_tokens, len(prefix) * self.kv.block_size)
         reserved = _num_decodes(self.running.by_urgency, peers)  # next tokens of the less urgent
-        num_tokens = self._chunk(request.num_tokens - start, max(1, step.budget - reserved))
-        if num_tokens > step.budget:
-            self._waiting_reason = "tokens"
-            return False
-        if not self._find_room(step, request, prefix, start + num_tokens, peers):
-            self._waiting_reason = "blocks"
-            self._refused, self._retry_step = refusal, self._step + _RETRY_STEPS
-            return False
+        while True:
+            prefix = self._find_prefix(request)
+            start = max(request.num_computed_tokens, len(prefix) * self.kv.block_size)
+            num_tokens = self._chunk(request.num_tokens - start, max(1, step.budget - reserved))
+            if num_tokens > step.budget:
+                self._waiting_reason = "tokens"
+                return False
+            num_needed = self.kv.num_needed(request, prefix, start + num_tokens)
+            fits = self._will_fit(request, prefix, peers)
+            if fits and num_needed <= self.kv.num_free and self.running.has_free_slot:
+                break
+            # Whatever gives blocks back may change what the prefix cache has: look again after it.
+            if not (fits and self._find_more_room(step, request, num_needed)):
+                self._waiting_reason = "blocks" if self.running.has_free_slot else "slots"
+                self._refused, self._retry_step = refusal, self._step + _RETRY_STEPS
+                return False
         self._refused = None
         self._admit(step, request, prefix, num_tokens)
         return True
@@ -400,29 +427,18 @@ class Scheduler:
             prefix = Prefix(prefix.blocks, [])
         return prefix
 
-    def _find_room(self, step: _Step, request: Request, prefix: Prefix, num_tokens: int, peers: int) -> bool:
-        """Whether `request` may be admitted with room for `num_tokens` tokens; displaces if it must."""
-        kv = self.kv
-        needed = kv.num_needed(request, prefix, num_tokens)
-        if not self.running:
-            if needed > kv.num_free:
-                self._shed_forks(request)
-                needed = kv.num_needed(request, prefix, num_tokens)
-            if needed > kv.num_free:
-                self._shed_forks(None)  # its own copy of a shared block is what is too much
-            return needed <= kv.num_free
-        if peers:
-            # Those less urgent do not count: if it comes to that, they give way.
-            whole = kv.num_needed(request, prefix, request.num_tokens)
-            shared = request.num_shared_blocks or len(prefix.blocks)
-            num_own = kv.blocks_for(request.num_tokens) - shared
-            num_used = self.config.num_blocks - kv.num_free + whole
-            num_used -= sum(len(r.block_ids) - r.num_shared_blocks for r in self.running.by_urgency[peers:])
-            if not self.admission.fits(self.running.by_urgency[:peers], request, num_own, num_used):
-                return False
-        if needed > kv.num_free or not self.running.has_free_slot:
-            return self._displace(step, request, needed)
-        return True
+    def _will_fit(self, request: Request, prefix: Prefix, peers: int) -> bool:
+        """Whether there will be room for `request` as it and those `peers` that it cannot displace grow."""
+        running = self.running.by_urgency
+        limits = self.running.num_limit_tokens
+        if peers == 0 or self.admission.fits_at_worst(request, len(running), limits):
+            return True
+        num_shared = request.num_shared_blocks or len(prefix.blocks)
+        num_own = self.kv.blocks_for(request.num_tokens) - num_shared
+        num_used = self.config.num_blocks - self.kv.num_free
+        num_used += self.kv.num_needed(request, prefix, request.num_tokens)
+        num_used -= sum(len(other.block_ids) - other.num_shared_blocks for other in running[peers:])
+        return self.admission.fits(running[:peers], request, num_own, num_used)
 
     def _admit(self, step: _Step, request: Request, prefix: Prefix, num_tokens: int) -> None:
         """Gives the first waiting request a slot and its next `num_tokens` tokens."""
@@ -446,7 +462,7 @@ class Scheduler:
                 seed=request.seed,
             )
         )
-        self._compute(step, request, num_tokens, [])
+        self._compute(step, request, num_tokens)
 
     # ---- what a step gave ----
 
@@ -464,21 +480,21 @@ class Scheduler:
         if len(tokens) != len(sampling):
             raise ValueError(f"step {batch.step} drew {len(sampling)} tokens, its output has {len(tokens)}")
         updates: list[RequestUpdate] = []
-        for row, request in enumerate(sampling):
+        for row, (request, token, logprob) in enumerate(zip(sampling, tokens, logprobs, strict=True)):
             if request.finished:
                 continue
-            token = tokens[row]
             if token < 0:
                 self.kv.forget(request)  # whatever made its logits unusable may be in its cache
                 self._finish(request, RequestStatus.FINISHED_ERROR)
                 updates.append(RequestUpdate(request, row, [], [], "error"))
                 continue
-            request.token_ids.append(token)
+            token_ids = request.token_ids
+            token_ids.append(token)
             if request.num_computed_tokens >= request.next_cacheable:
                 self.kv.cache_full_blocks(request)
-            update = RequestUpdate(request, row, [token], [logprobs[row]])
+            update = RequestUpdate(request, row, [token], [logprob])
             updates.append(update)
-            if token in request.stop_set or len(request.token_ids) >= request.max_total_tokens:
+            if len(token_ids) >= request.max_total_tokens or token in request.stop_set:
                 status = request.check_stop()
                 if status is not None:
                     self._finish(request, status)

@@ -1,0 +1,228 @@
+"""What scheduling costs: CPU time a step for scheduler and BlockPool, with no model behind them.
+
+    python benchmarks/bench_scheduler.py steps      # the distribution over a trace of steps; memory growth
+    python benchmarks/bench_scheduler.py hashing    # the prefix cache on a prompt of 100,000 tokens
+    python benchmarks/bench_scheduler.py admission  # admission by forecast against the best fixed cap
+
+`steps` keeps `--running` requests running: whenever one ends, another arrives. `admission` runs a
+simulated engine, whose steps take a time linear in what they compute, so its result is the same on every
+machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import time
+import tracemalloc
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from pagedinfer._core import BlockPool
+from pagedinfer.engine.batch import Batch, StepOutput
+from pagedinfer.engine.request import Request
+from pagedinfer.engine.scheduler import Scheduler, SchedulerConfig
+
+EOS = 2
+
+
+def make_request(name: str, prompt: list[int], max_tokens: int) -> Request:
+    params: Any = SimpleNamespace(max_tokens=max_tokens, min_tokens=0, ignore_eos=False, stop_token_ids=[])
+    return Request(name, prompt, params, eos_token_ids=frozenset([EOS]))
+
+
+def show_distribution(what: str, seconds: list[float]) -> None:
+    microseconds = np.array(seconds) * 1e6
+    quantiles = np.quantile(microseconds, [0.5, 0.9, 0.99, 1.0])
+    print(
+        f"{what:<10} mean {microseconds.mean():7.1f}   median {quantiles[0]:7.1f}   "
+        f"p90 {quantiles[1]:7.1f}   p99 {quantiles[2]:7.1f}   max {quantiles[3]:8.1f}   us a step"
+    )
+
+
+def bench_steps(num_running: int, num_steps: int, block_size: int, prompt: int, output: int) -> None:
+    """`num_running` requests run all the time, with prompts and outputs of these mean lengths."""
+    longest = 2 * (prompt + output)
+    config = SchedulerConfig(
+        max_num_seqs=num_running,
+        max_num_batched_tokens=8192,
+        block_size=block_size,
+        num_blocks=-(-num_running * longest // block_size),
+        max_model_len=longest,
+    )
+    scheduler = Scheduler(config)
+    rng = random.Random(0)
+    num_added = 0
+    schedule_times: list[float] = []
+    update_times: list[float] = []
+
+    def arrive() -> None:
+        nonlocal num_added
+        num_added += 1
+        tokens = [rng.randrange(3, 100_000) for _ in range(rng.randint(1, 2 * prompt - 1))]
+        scheduler.add_request(make_request(f"r{num_added}", tokens, rng.randint(1, 2 * output - 1)))
+
+    for _ in range(num_running):
+        arrive()
+    warm_up = num_steps // 10
+    traced = 0
+    for step in range(num_steps + warm_up):
+        begin = time.thread_time()
+        batch = scheduler.schedule()
+        scheduled = time.thread_time()
+        num_tokens = sum(work.sample for work in batch.requests)
+        output_of_step = StepOutput(np.full(num_tokens, 7, np.int64), np.zeros(num_tokens, np.float32))
+        sampled = time.thread_time()
+        updates = scheduler.update(batch, output_of_step)
+        end = time.thread_time()
+        for update in updates:
+            if update.finish_reason is not None:
+                arrive()
+        if step >= warm_up:
+            schedule_times.append(scheduled - begin)
+            update_times.append(end - sampled)
+    print(f"{num_steps} steps, {num_running} running, {num_added} requests in all")
+    show_distribution("schedule", schedule_times)
+    show_distribution("update", update_times)
+    show_distribution("both", [a + b for a, b in zip(schedule_times, update_times, strict=True)])
+
+    # Memory: a second, traced stretch at the same load, so that tracing does not show in the times.
+    tracemalloc.start()
+    for step in range(num_steps // 5):
+        batch = scheduler.schedule()
+        num_tokens = sum(work.sample for work in batch.requests)
+        for update in scheduler.update(
+            batch, StepOutput(np.full(num_tokens, 7, np.int64), np.zeros(num_tokens, np.float32))
+        ):
+            if update.finish_reason is not None:
+                arrive()
+        if step == num_steps // 10:
+            traced = tracemalloc.get_traced_memory()[0]
+    grown = tracemalloc.get_traced_memory()[0] - traced
+    tracemalloc.stop()
+    print(f"memory over {num_steps // 10} further steps: {grown / 1024:+.0f} KiB")
+
+
+def bench_hashing(num_tokens: int, block_size: int) -> None:
+    """A prompt goes into the prefix cache, and is looked up."""
+    rng = random.Random(0)
+    tokens = [rng.randrange(150_000) for _ in range(num_tokens)]
+    num_blocks = num_tokens // block_size
+    pool = BlockPool(2 * num_blocks, block_size)
+    table = pool.allocate(num_blocks)
+    inserts, matches = [], []
+    for _ in range(20):
+        pool.reset_cache()
+        begin = time.thread_time()
+        pool.insert(table, 0, num_blocks, tokens)
+        inserted = time.thread_time()
+        pool.match(tokens, num_blocks)
+        inserts.append(inserted - begin)
+        matches.append(time.thread_time() - inserted)
+    into, found = 1e3 * float(np.median(inserts)), 1e3 * float(np.median(matches))
+    print(f"{num_tokens} tokens in blocks of {block_size}: cached in {into:.2f} ms, found in {found:.2f} ms")
+
+
+class SimulatedEngine:
+    """Time per step: fixed, plus a part per decoded and per prefilled token, plus one per swapped block."""
+
+    def __init__(self, scheduler: Scheduler, lengths: dict[str, int]) -> None:
+        self.scheduler = scheduler
+        self.lengths = lengths  # output tokens after which a request draws EOS
+        self.seconds = 0.0
+
+    def step(self) -> None:
+        batch = self.scheduler.schedule()
+        if batch.is_empty():
+            return
+        num_decodes = sum(work.num_tokens == 1 for work in batch.requests)
+        num_moved = len(batch.swaps_out) + len(batch.swaps_in)
+        self.seconds += 6e-3 + 2e-5 * num_decodes + 4e-5 * (batch.num_tokens - num_decodes) + 4e-5 * num_moved
+        self.scheduler.update(batch, self.output(batch))
+
+    def output(self, batch: Batch) -> StepOutput:
+        tokens = []
+        for work in batch.requests:
+            if work.sample:
+                request = self.scheduler.requests[work.request_id]
+                is_last = request.num_output_tokens + 1 >= self.lengths[work.request_id]
+                tokens.append(EOS if is_last else 7)
+        return StepOutput(np.array(tokens, np.int64), np.zeros(len(tokens), np.float32))
+
+
+def simulate(
+    cap: int, admission_policy: Any, preemption_mode: Any, max_tokens: int | None, seed: int = 0
+) -> tuple[float, Scheduler]:
+    """Tokens generated per simulated second by 2,000 requests, with KV memory for about 200 of them."""
+    rng = np.random.default_rng(seed)
+    prompts = rng.integers(50, 500, 2000)
+    outputs = np.minimum(rng.lognormal(5.7, 0.7, 2000).astype(int) + 1, 2000)
+    config = SchedulerConfig(
+        max_num_seqs=cap,
+        max_num_batched_tokens=4096,
+        num_blocks=200 * (275 + 190) // 16,
+        num_cpu_blocks=4000,
+        max_model_len=4700,
+        admission_policy=admission_policy,
+        preemption_mode=preemption_mode,
+        enable_prefix_caching=False,
+    )
+    scheduler = Scheduler(config)
+    lengths = {}
+    for i, (prompt, output) in enumerate(zip(prompts, outputs, strict=True)):
+        name = f"r{i}"
+        lengths[name] = int(output)
+        limit = int(output) if max_tokens is None else max_tokens
+        scheduler.add_request(make_request(name, [5] * int(prompt), limit))
+    engine = SimulatedEngine(scheduler, lengths)
+    while scheduler.has_unfinished_requests():
+        engine.step()
+    return scheduler.counters.num_generated_tokens / engine.seconds, scheduler
+
+
+def bench_admission() -> None:
+    def run(label: str, *arguments: Any) -> float:
+        rate, scheduler = simulate(*arguments)
+        print(f"  {label:<44} {rate:8.0f} tokens/s   {scheduler.counters.num_preemptions:5d} preemptions")
+        return rate
+
+    for mode in ("swap", "recompute"):
+        print(f"preemption_mode={mode}")
+        best = max(
+            run(f"whatever fits, at most {cap}", cap, "greedy", mode, 4096)
+            for cap in (100, 140, 160, 180, 200, 220, 260, 320, 512)
+        )
+        rate = run("forecast, at most 512, max_tokens=4096", 512, "forecast", mode, 4096)
+        exact = run("forecast, at most 512, max_tokens exact", 512, "forecast", mode, None)
+        print(f"  forecast / best cap: {rate / best:.3f}; max_tokens=4096 / exact: {rate / exact:.3f}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("what", nargs="?", choices=["steps", "hashing", "admission", "all"], default="all")
+    parser.add_argument("--running", type=int, default=256, help="requests that run at once")
+    parser.add_argument("--steps", type=int, default=10_000)
+    parser.add_argument("--block-size", type=int, default=16)
+    parser.add_argument("--prompt-tokens", type=int, default=256, help="mean length of a prompt")
+    parser.add_argument("--output-tokens", type=int, default=256, help="mean length of an output")
+    arguments = parser.parse_args()
+    if arguments.what in ("steps", "all"):
+        bench_steps(
+            arguments.running,
+            arguments.steps,
+            arguments.block_size,
+            arguments.prompt_tokens,
+            arguments.output_tokens,
+        )
+    if arguments.what in ("hashing", "all"):
+        bench_hashing(100_000, arguments.block_size)
+    if arguments.what in ("admission", "all"):
+        bench_admission()
+
+
+if __name__ == "__main__":
+    main()
