@@ -11,6 +11,7 @@ from torch import Tensor
 
 from pagedinfer import ops
 from pagedinfer.engine.batch import Batch
+from pagedinfer.runner.pinned import PinnedMemory
 from pagedinfer.runner.upload import pairs
 
 
@@ -30,7 +31,7 @@ class KVCacheShape:
         elements = self.num_layers * 2 * self.num_kv_heads * self.block_size * self.head_dim
         return elements * self.dtype.itemsize
 
-    def allocate(self, num_blocks: int, device: torch.device, *, pinned: bool = False) -> Tensor:
+    def allocate(self, num_blocks: int, device: torch.device) -> Tensor:
         """Uninitialised blocks: [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]."""
         shape = (
             num_blocks,
@@ -40,7 +41,7 @@ class KVCacheShape:
             self.block_size,
             self.head_dim,
         )
-        return torch.empty(shape, dtype=self.dtype, device=device, pin_memory=pinned)
+        return torch.empty(shape, dtype=self.dtype, device=device)
 
 
 class _SwapTiming:
@@ -80,10 +81,16 @@ class KVCache:
     ) -> None:
         self.shape = shape
         self.blocks = shape.allocate(num_blocks, device)
-        self.cpu_blocks = shape.allocate(
-            num_cpu_blocks, torch.device("cpu"), pinned=device.type == "cuda" and num_cpu_blocks > 0
-        )
+        self.cpu_blocks = shape.allocate(num_cpu_blocks, torch.device("cpu"))
+        self._pinned: PinnedMemory | None = None
+        if device.type == "cuda" and num_cpu_blocks > 0:
+            self._pinned = PinnedMemory(self.cpu_blocks)
         self._timings: list[_SwapTiming] = []
+
+    def close(self) -> None:
+        """Unpins the CPU blocks; no copy may be under way."""
+        if self._pinned is not None:
+            self._pinned.release()
 
     def take_swap_timings(self) -> list[tuple[int, float]]:
         """(blocks, seconds) of the swaps since the last call, each one way; waits for their end."""

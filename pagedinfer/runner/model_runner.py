@@ -108,6 +108,10 @@ class ModelRunner:
         """See `KVCache.take_swap_timings`."""
         return self._cache.take_swap_timings()
 
+    def close(self) -> None:
+        """See `KVCache.close`."""
+        self._cache.close()
+
     @torch.inference_mode()
     def profile(self, batch: Batch) -> None:
         """Runs a batch of new requests from end to end, but writes nothing into the cache."""

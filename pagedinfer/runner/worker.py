@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import sys
 import time
 
 import torch
@@ -89,13 +90,13 @@ class Worker:
     def close(self) -> None:
         """Gives the weights' and the cache's memory back to the system. The worker is of no use after."""
         if self._meter is not None:
-            self._log_peak(self._meter)
+            self._log_peak(self._meter)  # waits for the device, too
+        self._runner.close()
         del self._runner, self._model
         gc.collect()
         if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
             torch.cuda.empty_cache()
-            torch._C._host_emptyCache()
+            _empty_pinned_cache()
         _trim_heap()
 
     def _limits(self) -> tuple[int, int]:
@@ -126,7 +127,7 @@ class Worker:
                 f"{describe_bytes(memory.free)} are free on {self.device}"
             )
         model = build_model(self._model_config, self.dtype, self.device, max_model_len=max_model_len)
-        load_weights(model, self._config.model, self._config.load_format)
+        load_weights(model, self._config.model, self._config.load_format, use_tqdm=sys.stderr.isatty())
         logger.info(
             "%s: %s of weights in %.1f s, %s on %s",
             self._model_config.architecture,
@@ -248,6 +249,14 @@ class Worker:
             describe_bytes(budget),
             would_fit,
         )
+
+
+def _empty_pinned_cache() -> None:
+    """Has torch give back the pinned CPU memory that it keeps, if this torch can."""
+    for module, name in ((torch.accelerator, "empty_host_cache"), (torch._C, "_host_emptyCache")):
+        if hasattr(module, name):
+            getattr(module, name)()
+            return
 
 
 def _trim_heap() -> None:
