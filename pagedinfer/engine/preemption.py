@@ -1,10 +1,13 @@
-"""What it costs to give up a request's KV blocks: moving them to the CPU and back, or computing again."""
+"""Giving up KV blocks: by moving them to the CPU, or by computing them again, whichever is cheaper."""
 
 from __future__ import annotations
 
-from typing import Literal
-
-PreemptionKind = Literal["swap", "recompute"]
+from pagedinfer.engine.kv_cache_manager import KVCacheManager
+from pagedinfer.engine.request import Request, RequestStatus
+from pagedinfer.engine.request_queue import RequestQueue
+from pagedinfer.engine.running_requests import RunningRequests
+from pagedinfer.engine.scheduler_config import SchedulerConfig
+from pagedinfer.engine.stats import SchedulerCounters
 
 # How much of an old measurement survives a new one.
 _MEMORY = 0.8
@@ -62,3 +65,55 @@ class PreemptionCosts:
             "swap_bytes_per_second": self.swap_bytes_per_second,
             "prefill_tokens_per_second": self.prefill_tokens_per_second,
         }
+
+
+class Preemption:
+    """Takes blocks back from requests that run, and from forks that hold some while they wait."""
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        kv: KVCacheManager,
+        running: RunningRequests,
+        waiting: RequestQueue,
+        costs: PreemptionCosts,
+        counters: SchedulerCounters,
+    ) -> None:
+        self.config = config
+        self.kv = kv
+        self.running = running
+        self.waiting = waiting
+        self.costs = costs
+        self.counters = counters
+        self.holding: dict[Request, None] = {}  # forks in the queue that share KV already, in order
+
+    def shed_forks(self, keep: Request | None) -> bool:
+        """Forks that wait give up the KV that they share, but `keep`; False if there are none.
+
+        They compute it again if nobody else has it by then.
+        """
+        forks = [fork for fork in self.holding if fork is not keep]
+        for fork in forks:
+            del self.holding[fork]
+            self.kv.release(fork)
+            fork.num_computed_tokens = 0
+        return bool(forks)
+
+    def preempt(self, request: Request) -> None:
+        """Back to the waiting ones, its KV in CPU blocks or to be computed again."""
+        self.running.remove(request)
+        mode = self.config.preemption_mode
+        if mode == "auto":
+            num_blocks = self.kv.blocks_for(request.num_computed_tokens)
+            prefer_swap = self.costs.prefer_swap(num_blocks, request.num_computed_tokens)
+            mode = "swap" if prefer_swap else "recompute"
+        if mode == "swap" and self.kv.swap_out(request):
+            request.status = RequestStatus.SWAPPED
+            self.counters.num_preemptions_swap += 1
+        else:
+            self.kv.release(request)
+            request.num_computed_tokens = 0
+            request.status = RequestStatus.WAITING
+            self.counters.num_preemptions_recompute += 1
+        request.num_preemptions += 1
+        self.waiting.add(request)

@@ -15,14 +15,11 @@ its place in the order, ahead of all that never ran.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from itertools import islice
-
 from pagedinfer.engine.admission import AdmissionControl
-from pagedinfer.engine.batch import AdmittedRequest, Batch, ScheduledRequest, StepOutput
+from pagedinfer.engine.batch import Batch, StepOutput
 from pagedinfer.engine.forks import PendingForks, check_fork
-from pagedinfer.engine.kv_cache_manager import KVCacheManager, Prefix
-from pagedinfer.engine.preemption import PreemptionCosts
+from pagedinfer.engine.kv_cache_manager import KVCacheManager
+from pagedinfer.engine.preemption import Preemption, PreemptionCosts
 from pagedinfer.engine.request import Request, RequestStatus
 from pagedinfer.engine.request_queue import RequestQueue
 from pagedinfer.engine.request_update import RequestUpdate
@@ -30,20 +27,9 @@ from pagedinfer.engine.running_requests import RunningRequests
 from pagedinfer.engine.scheduler_config import SchedulerConfig
 from pagedinfer.engine.size_limits import max_total_tokens
 from pagedinfer.engine.stats import SchedulerCounters, SchedulerStats, WaitingReason, collect_stats
+from pagedinfer.engine.step_planner import StepPlanner
 
 __all__ = ["RequestUpdate", "Scheduler", "SchedulerConfig"]
-
-_RETRY_STEPS = 16  # after so many steps a refused request is looked at again, whatever happened
-
-
-@dataclass(slots=True)
-class _Step:
-    """A step while it is being scheduled."""
-
-    batch: Batch
-    budget: int  # tokens that may still be added
-    sampling: list[Request] = field(default_factory=list)  # those that draw a token
-    short_of_blocks: bool = False  # somebody was preempted or got no block: no time for newcomers
 
 
 class Scheduler:
@@ -70,11 +56,11 @@ class Scheduler:
         self.running = RunningRequests(config.max_num_seqs)
         self.waiting = RequestQueue()  # swapped ones included
         self.forks = PendingForks()  # waiting too, but not in the queue yet
-        self._holding: dict[Request, None] = {}  # forks in the queue that share KV already
         self._sampling: dict[int, list[Request]] = {}  # per step in flight, the requests that draw a token
-        self._waiting_reason: WaitingReason | None = None
-        self._refused: tuple[Request, int] | None = None  # and the admission's events by then
-        self._retry_step = 0
+        self._preemption = Preemption(config, self.kv, self.running, self.waiting, self.costs, self.counters)
+        self._planner = StepPlanner(
+            config, self.kv, self.running, self.waiting, self._preemption, self.admission, self.counters
+        )
 
     # ---- requests come and go ----
 
@@ -128,7 +114,7 @@ class Scheduler:
         """Queues a fork, with what it can share of a running parent."""
         if parent.num_computed_tokens > 0:
             self.kv.fork(parent, child)
-            self._holding[child] = None
+            self._preemption.holding[child] = None
         self.waiting.add(child)
 
     def abort_request(self, request_id: str) -> bool:
@@ -161,7 +147,7 @@ class Scheduler:
             self.forks.remove(request)
         else:
             self.waiting.remove(request)
-            self._holding.pop(request, None)
+            self._preemption.holding.pop(request, None)
         self.kv.release(request)
         request.status = status
         request.finished = True
@@ -200,7 +186,7 @@ class Scheduler:
     @property
     def waiting_reason(self) -> WaitingReason | None:
         """What the first waiting request lacked in the last step; None if nobody waits."""
-        return self._waiting_reason if self.waiting else None
+        return self._planner.waiting_reason if self.waiting else None
 
     # ---- one step ----
 
@@ -209,260 +195,13 @@ class Scheduler:
 
         An empty batch (`Batch.is_empty`) need not be executed, and must not be updated.
         """
-        self._step += 1
-        step = _Step(Batch(self._step), self.config.max_num_batched_tokens)
         self._start_forks()
-        first = 0
-        if self.waiting and self.config.scheduling_policy == "priority":
-            first = self._schedule_urgent(step)
-        self._schedule_running(step, first, len(self.running))
-        if self.waiting:
-            self._waiting_reason = "blocks"
-            while not step.short_of_blocks and self.waiting and self._admit_first(step):
-                pass
-        batch = step.batch
-        self.kv.end_step(batch)
-        if not batch.is_empty():
-            batch.released_slots = self.running.take_released_slots()
-            self._sampling[batch.step] = step.sampling
-            self.counters.count_batch(batch, self.config.max_num_batched_tokens - step.budget)
-        return batch
-
-    def _schedule_urgent(self, step: _Step) -> int:
-        """Admits those that are strictly more urgent than somebody running, if need be in their place.
-
-        Requests that run and are at least as urgent go first. Returns how many of the running ones,
-        from the front on, have had their turn.
-        """
-        done = 0
-        while self.waiting and done < len(self.running):
-            priority = self.waiting.first().urgency[0]
-            peers = self.running.num_at_least_as_urgent(priority)
-            if peers == len(self.running):
-                break
-            self._schedule_running(step, done, peers)
-            done = min(peers, len(self.running))
-            if not self._admit_first(step):
-                break
-            done += 1
-        return done
-
-    def _schedule_running(self, step: _Step, first: int, last: int) -> None:
-        """Gives running requests `first` to `last` their next tokens, while budget and blocks last."""
-        running = self.running.by_urgency
-        add_to_batch = step.batch.requests.append
-        add_to_sampling = step.sampling.append
-        budget = step.budget
-        decodes_behind: int | None = None  # running requests behind this one that want a single token
-        # Preemption takes requests off the end of the list, and so ends this loop early.
-        for index, request in enumerate(islice(running, first, last), start=first + 1):
-            if budget <= 0:
-                break
-            start = request.num_computed_tokens
-            end = request.num_tokens
-            if end - start > 1:
-                if decodes_behind is None:
-                    decodes_behind = _num_decodes(running, index)
-                # A long prompt leaves those behind it their next token, and gets one itself at least.
-                end = start + self._chunk(end - start, max(1, budget - decodes_behind))
-            else:
-                if decodes_behind is not None:
-                    decodes_behind -= 1
-                if end == request.max_total_tokens:
-                    continue  # a step in flight is drawing its last token
-            new_blocks: list[int] = []
-            if end > request.capacity:
-                if not self._make_room(step, request, end):
-                    break
-                new_blocks = self.kv.grow(request, end)
-            # What follows is `_compute`, written out: most of a step's time is spent here.
-            budget -= end - start
-            request.num_computed_tokens = end
-            sample = end == request.num_tokens
-            if sample:
-                request.num_tokens = end + 1
-                add_to_sampling(request)
-            if end - start > 1 and end >= request.next_cacheable:
-                self.kv.cache_full_blocks(request)
-            add_to_batch(
-                ScheduledRequest(request.request_id, request.slot, start, end - start, sample, new_blocks)
-            )
-        step.budget = budget
-
-    def _compute(self, step: _Step, request: Request, num_tokens: int) -> None:
-        """Puts the next `num_tokens` tokens of a request that was just admitted into the step."""
-        start = request.num_computed_tokens
-        end = start + num_tokens
-        step.budget -= num_tokens
-        request.num_computed_tokens = end
-        sample = end == request.num_tokens
-        if sample:
-            request.num_tokens = end + 1
-            step.sampling.append(request)
-        if num_tokens > 1 and end >= request.next_cacheable:
-            self.kv.cache_full_blocks(request)  # a decode's block is cached when its token is known
-        step.batch.requests.append(
-            ScheduledRequest(request.request_id, request.slot, start, num_tokens, sample, [])
-        )
-
-    def _chunk(self, num_tokens: int, budget: int) -> int:
-        """How many of a prompt's `num_tokens` tokens this step computes; may exceed the budget unchunked."""
-        if not self.config.enable_chunked_prefill:
-            return num_tokens
-        if self.config.long_prefill_token_threshold:
-            num_tokens = min(num_tokens, self.config.long_prefill_token_threshold)
-        return min(num_tokens, budget)
-
-    # ---- too few blocks ----
-
-    def _make_room(self, step: _Step, request: Request, num_tokens: int) -> bool:
-        """Preempts from the least urgent on until `request` can grow; False if it is itself the last.
-
-        It then keeps what it holds and waits: whoever is more urgent may still take its blocks.
-        """
-        needed = self.kv.blocks_for(num_tokens - request.capacity)
-        if self.kv.num_free < needed:
-            self._shed_forks(None)
-        while self.kv.num_free < needed:
-            step.short_of_blocks = True
-            if self.running.least_urgent is request:
-                self.counters.num_stalls += 1
-                return False
-            self._preempt(self.running.least_urgent)
-            self.admission.observe_preemption()
-        return True
-
-    def _shed_forks(self, keep: Request | None) -> bool:
-        """Forks that wait give up the KV that they share, but `keep`; False if there are none.
-
-        They compute it again if nobody else has it by then.
-        """
-        forks = [fork for fork in self._holding if fork is not keep]
-        for fork in forks:
-            del self._holding[fork]
-            self.kv.release(fork)
-            fork.num_computed_tokens = 0
-        return bool(forks)
-
-    def _preempt(self, request: Request) -> None:
-        """Back to the waiting ones, its KV in CPU blocks or to be computed again."""
-        self.running.remove(request)
-        mode = self.config.preemption_mode
-        if mode == "auto":
-            num_blocks = self.kv.blocks_for(request.num_computed_tokens)
-            prefer_swap = self.costs.prefer_swap(num_blocks, request.num_computed_tokens)
-            mode = "swap" if prefer_swap else "recompute"
-        if mode == "swap" and self.kv.swap_out(request):
-            request.status = RequestStatus.SWAPPED
-            self.counters.num_preemptions_swap += 1
-        else:
-            self.kv.release(request)
-            request.num_computed_tokens = 0
-            request.status = RequestStatus.WAITING
-            self.counters.num_preemptions_recompute += 1
-        request.num_preemptions += 1
-        self.waiting.add(request)
-
-    def _find_more_room(self, step: _Step, request: Request, num_needed: int) -> bool:
-        """Takes a slot or blocks from somebody else for a waiting request; False if nobody has to give way.
-
-        Somebody is the least urgent one running, if `request` is strictly more urgent; nobody is
-        preempted if even all of its kind together could not make room.
-        """
-        if not self.running:
-            # Only forks that wait hold blocks: the others give theirs back first, then `request`
-            # itself, if the copy of a block that it shares is one too many.
-            return self._shed_forks(request) or self._shed_forks(None)
-        victims = self.running.by_urgency[self.running.num_at_least_as_urgent(request.urgency[0]) :]
-        num_gained = sum(len(victim.block_ids) for victim in victims)
-        if not victims or num_needed > self.kv.num_free + num_gained:
-            return False
-        self._preempt(victims[-1])
-        step.short_of_blocks = True
-        self.counters.num_displaced += 1
-        return True
-
-    # ---- admission ----
-
-    def _admit_first(self, step: _Step) -> bool:
-        """Admits the first waiting request; False if it has to go on waiting."""
-        request = self.waiting.first()
-        if request.has_unknown_tokens:
-            return False  # preempted while a step in flight draws its token
-        if step.budget <= 0:
-            self._waiting_reason = "tokens"
-            return False
-        peers = self.running.num_at_least_as_urgent(request.urgency[0])
-        if not self.running.has_free_slot and peers == len(self.running):
-            self._waiting_reason = "slots"
-            return False
-        refusal = (request, self.admission.num_events)
-        if self.running and self._refused == refusal and self._step < self._retry_step:
-            return False
-        reserved = _num_decodes(self.running.by_urgency, peers)  # next tokens of the less urgent
-        while True:
-            prefix = self._find_prefix(request)
-            start = max(request.num_computed_tokens, len(prefix) * self.kv.block_size)
-            num_tokens = self._chunk(request.num_tokens - start, max(1, step.budget - reserved))
-            if num_tokens > step.budget:
-                self._waiting_reason = "tokens"
-                return False
-            num_needed = self.kv.num_needed(request, prefix, start + num_tokens)
-            fits = self._will_fit(request, prefix, peers)
-            if fits and num_needed <= self.kv.num_free and self.running.has_free_slot:
-                break
-            # Whatever gives blocks back may change what the prefix cache has: look again after it.
-            if not (fits and self._find_more_room(step, request, num_needed)):
-                self._waiting_reason = "blocks" if self.running.has_free_slot else "slots"
-                self._refused, self._retry_step = refusal, self._step + _RETRY_STEPS
-                return False
-        self._refused = None
-        self._admit(step, request, prefix, num_tokens)
-        return True
-
-    def _find_prefix(self, request: Request) -> Prefix:
-        prefix = self.kv.find_prefix(request)
-        num_behind = len(prefix.cpu_blocks)
-        if num_behind and not self.costs.prefer_fetch(num_behind, num_behind * self.kv.block_size):
-            prefix = Prefix(prefix.blocks, [])
-        return prefix
-
-    def _will_fit(self, request: Request, prefix: Prefix, peers: int) -> bool:
-        """Whether there will be room for `request` as it and those `peers` that it cannot displace grow."""
-        running = self.running.by_urgency
-        limits = self.running.num_limit_tokens
-        if peers == 0 or self.admission.fits_at_worst(request, len(running), limits):
-            return True
-        num_shared = request.num_shared_blocks or len(prefix.blocks)
-        num_own = self.kv.blocks_for(request.num_tokens) - num_shared
-        num_used = self.config.num_blocks - self.kv.num_free
-        num_used += self.kv.num_needed(request, prefix, request.num_tokens)
-        num_used -= sum(len(other.block_ids) - other.num_shared_blocks for other in running[peers:])
-        return self.admission.fits(running[:peers], request, num_own, num_used)
-
-    def _admit(self, step: _Step, request: Request, prefix: Prefix, num_tokens: int) -> None:
-        """Gives the first waiting request a slot and its next `num_tokens` tokens."""
-        self.waiting.pop()
-        self._holding.pop(request, None)
-        if request.num_preemptions == 0:
-            request.num_cached_tokens = len(prefix) * self.kv.block_size
-            self.counters.count_admission(request, len(prefix.cpu_blocks) * self.kv.block_size)
-        start = max(request.num_computed_tokens, len(prefix) * self.kv.block_size)
-        self.kv.admit(request, prefix, start + num_tokens)
-        request.status = RequestStatus.RUNNING
-        self.running.add(request)
-        step.batch.admitted.append(
-            AdmittedRequest(
-                request_id=request.request_id,
-                slot=request.slot,
-                token_ids=request.token_ids.copy(),
-                num_prompt_tokens=request.num_prompt_tokens,
-                block_ids=request.block_ids.copy(),
-                sampling_params=request.sampling_params,
-                seed=request.seed,
-            )
-        )
-        self._compute(step, request, num_tokens)
+        self._step += 1
+        step = self._planner.plan(self._step)
+        if not step.batch.is_empty():
+            step.batch.released_slots = self.running.take_released_slots()
+            self._sampling[self._step] = step.sampling
+        return step.batch
 
     # ---- what a step gave ----
 
@@ -502,8 +241,3 @@ class Scheduler:
                     update.stop_reason = request.stop_reason
         self.counters.num_generated_tokens += len(updates)
         return updates
-
-
-def _num_decodes(requests: list[Request], first: int) -> int:
-    """How many from `first` on want a single token."""
-    return sum(r.num_tokens - r.num_computed_tokens == 1 for r in requests[first:])

@@ -41,8 +41,8 @@ class SchedulerCounters:
         return self.num_preemptions_swap + self.num_preemptions_recompute
 
     def count_batch(self, batch: Batch, num_tokens: int) -> None:
-        """A step of `num_tokens` tokens is about to run."""
-        self.num_steps += 1
+        """A step of `num_tokens` tokens was planned."""
+        self.num_steps += not batch.is_empty()
         self.num_scheduled_tokens += num_tokens
         self.num_blocks_swapped_out += len(batch.swaps_out)
         self.num_blocks_swapped_in += len(batch.swaps_in)

@@ -237,28 +237,32 @@ def run_trace(draw: random.Random) -> None:
     }
     machine.start(limits=limits, spare=draw.choice([0, 0, 1, 3, 8]), overlap=draw.random() < 0.5)
     for _ in range(draw.randint(10, 120)):
-        which = draw.randint(0, 100)
-        call = draw.choices(
-            [
-                lambda: machine.add(
-                    prompt=[draw.randint(0, 1) for _ in range(draw.choice([1, 4, 8, 13]))],
-                    max_tokens=draw.choice([1, 5, 9, 10]),
-                    priority=draw.randint(0, 2),
-                    salt=draw.choice(["", "", "s"]),
-                    eos=draw.choice([frozenset(), frozenset(range(2))]),
-                    seed=draw.randint(0, 3),
-                ),
-                lambda: machine.step(draw.randint(1, 4)),
-                lambda: machine.more_choices(which, draw.randint(1, 3), draw.randint(1, 9)),
-                lambda: machine.beam(which, draw.randint(0, 49), draw.random() < 0.5),
-                lambda: machine.abort(which, True),
-                lambda: machine.costs_change(draw.choice([1.0, 1e15])),
-                lambda: machine.fails_to_sample(which, True),
-                lambda: machine.reset_prefix_cache(True),
-                lambda: machine.abort_all(True),
-            ],
-            [25, 52, 8, 7, 4, 2, 1, 1, 0.2],
-        )[0]
-        call()
+        random_call(machine, draw)
         machine.consistent()
     machine.teardown()
+
+
+def random_call(machine: SchedulerMachine, draw: random.Random) -> None:
+    which = draw.randint(0, 100)
+    (call,) = draw.choices(
+        [
+            lambda: machine.add(
+                prompt=[draw.randint(0, 1) for _ in range(draw.choice([1, 4, 8, 13]))],
+                max_tokens=draw.choice([1, 5, 9, 10]),
+                priority=draw.randint(0, 2),
+                salt=draw.choice(["", "", "s"]),
+                eos=draw.choice([frozenset(), frozenset(range(2))]),
+                seed=draw.randint(0, 3),
+            ),
+            lambda: machine.step(draw.randint(1, 4)),
+            lambda: machine.more_choices(which, draw.randint(1, 3), draw.randint(1, 9)),
+            lambda: machine.beam(which, draw.randint(0, 49), draw.random() < 0.5),
+            lambda: machine.abort(which, True),
+            lambda: machine.costs_change(draw.choice([1.0, 1e15])),
+            lambda: machine.fails_to_sample(which, True),
+            lambda: machine.reset_prefix_cache(True),
+            lambda: machine.abort_all(True),
+        ],
+        [25, 52, 8, 7, 4, 2, 1, 1, 0.2],
+    )
+    call()
