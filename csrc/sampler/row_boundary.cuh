@@ -1,0 +1,132 @@
+// Where top-k and top-p cut a row's order of tokens.
+#pragma once
+
+#include <cstdint>
+
+#include "sampler/row_passes.cuh"
+
+namespace pagedinfer {
+namespace sampling {
+
+// A top-k up to this is looked for among the list's tokens at once; a top-p without one, among this
+// many. A thread's columns are split over the lanes of a vector, so a block alone knows the largest
+// of 2,048 groups of columns, enough to find a bound for 1,024 tokens.
+constexpr int kLongestListedTopK = 1024;
+constexpr int kListedForTopP = 256;
+
+template <typename T, bool kAligned>
+struct RowBoundary : RowPasses<T, kAligned> {
+  using Passes = RowPasses<T, kAligned>;
+  using Passes::collect, Passes::cut_list, Passes::fill_digits;
+  using Passes::kVector, Passes::parameters, Passes::row, Passes::scaled, Passes::shared;
+  using Passes::listed_weight, Passes::team_sum, Passes::weigh_listed;
+
+  // All of these leave in kept_weight what each stretch's kept tokens weigh.
+
+  // The last token that top-k and top-p keep; kLastCode if they keep all (of any weight).
+  __device__ uint64_t find_boundary(const float (&groups)[kVector]) {
+    const bool has_top_k = parameters.top_k < row.vocab_size;
+    if (!has_top_k && !parameters.has_top_p) {
+      collect(empty_window(), kLastCode);
+      return kLastCode;
+    }
+    uint64_t boundary = kLastCode;
+    if (find_among_top(groups, has_top_k, &boundary)) return boundary;
+#pragma unroll 1  // one copy of the search's code
+    for (int filter = has_top_k ? 0 : 1; filter < (parameters.has_top_p ? 2 : 1); ++filter) {
+      const Need top_k{Need::Of::count, static_cast<uint64_t>(parameters.top_k)};
+      const Need top_p{Need::Of::share, parameters.top_p};
+      boundary = search(filter == 0 ? top_k : top_p, boundary);
+    }
+    return boundary;
+  }
+
+  // Looks for it among the tokens at the top. False if they are too many or not enough.
+  __device__ bool find_among_top(const float (&groups)[kVector], bool has_top_k,
+                                 uint64_t* boundary) {
+    if (has_top_k && parameters.top_k > kLongestListedTopK) return false;
+    const uint64_t wanted = has_top_k ? parameters.top_k : kListedForTopP;
+    shared.bins.clear();
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) {
+      const float z = scaled(groups[i]);
+      const int bin = bin_of(z);
+      if (bin == kLastBin) continue;
+      shared.bins.add_count(bin);
+      if (!has_top_k) shared.bins.add_weight(bin, weight_of(exponential(z)));
+    }
+    // The bins up to the cut hold the wanted number of tokens at least: so many groups have their
+    // largest there. (If all groups together do not, the tokens that have any weight are enough.)
+    const BinCut cut = cut_bins(shared.bins, {Need::Of::count, wanted}, shared.cut);
+    // As the largest of the groups go, so do all tokens: a guess that only costs time if wrong.
+    if (!has_top_k && cut.bin < kNumBins &&
+        cut.weight_through < top_p_target(cut.total_weight, parameters.top_p)) {
+      return false;
+    }
+    const int bin = min(cut.bin, kLastBin - 1);
+
+    uint64_t total = 0;
+    if (has_top_k) {
+      Passes::template list_top<false>(bin);
+      Team::sync();
+    } else {
+      total = team_sum(Passes::template list_top<true>(bin), shared.listed_total);
+    }
+    int size = merge_lists(shared.list, shared.merged);
+    if (size > kListCapacity) return false;
+    sort_codes(shared.merged, size);
+
+    if (has_top_k) {
+      if (parameters.top_k <= size) {
+        size = static_cast<int>(parameters.top_k);
+        *boundary = shared.merged[size - 1];
+      }
+      if (parameters.has_top_p) total = listed_weight(size);
+    }
+    if (parameters.has_top_p) {
+      *boundary = cut_list(size, top_p_target(total, parameters.top_p));
+      if (*boundary == kLastCode) return false;
+    }
+    weigh_listed(size, *boundary);
+    return true;
+  }
+
+  // Looks for it in the whole row: the last token of the shortest part of the order in which the
+  // need is met, of those up to the limit; the limit if they all do not meet it.
+  __device__ uint64_t search(Need need, uint64_t limit) {
+    const bool by_count = need.of == Need::Of::count;
+    Team::sync();
+    if (limit == kLastCode) {
+      Passes::template fill_bins<false>(by_count, limit);
+    } else {
+      Passes::template fill_bins<true>(by_count, limit);
+    }
+    BinCut cut = cut_bins(shared.bins, need, shared.cut);
+    if (cut.bin == kNumBins) {
+      collect(empty_window(), limit);
+      return limit;
+    }
+    // One bin rarely holds more than the list takes; then it is narrowed and collected again.
+    Window window = window_of_bin(cut.bin);
+    int size = 0;
+    for (;;) {
+      need = {by_count ? Need::Of::count : Need::Of::weight, cut.need};
+      collect(window, limit);
+      Team::sync();
+      size = merge_lists(shared.list, shared.merged);
+      if (size <= kListCapacity) break;
+      Team::sync();
+      fill_digits(window, by_count, limit);
+      cut = cut_bins(shared.bins, need, shared.cut);
+      window = narrowed(window, cut.bin);
+    }
+    sort_codes(shared.merged, size);
+    const uint64_t boundary =
+        by_count ? shared.merged[need.amount - 1] : cut_list(size, need.amount);
+    weigh_listed(size, boundary);
+    return boundary;
+  }
+};
+
+}  // namespace sampling
+}  // namespace pagedinfer

@@ -1,0 +1,297 @@
+// The passes that the blocks of a team make over their row, and the state that these share.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+
+#include "sampler/row_bins.cuh"
+#include "sampler/row_reader.cuh"
+#include "sampler/team.cuh"
+#include "sampler/token_list.cuh"
+#include "sampler/token_order.h"
+
+namespace pagedinfer {
+namespace sampling {
+
+// What a block keeps in shared memory: 42 KB.
+struct Shared {
+  RowParameters parameters;
+  union {
+    Bins bins;
+    uint64_t merged[kListCapacity];  // the team's list; only when no bins are in use
+  };
+  TokenList list;
+  SharedSum kept_weight[kWarps];  // of each warp's stretch of the row
+  uint64_t scratch[kWarps];
+  // One for each exchange in the team, so that none is overwritten while others read it.
+  uint64_t first_code, listed_total, raw_total, rank;
+  BinCut cut;
+  uint64_t boundary;
+  int drawn_warp;
+  uint64_t random;
+};
+
+template <typename T, bool kAligned>
+struct RowPasses {
+  static constexpr int kVector = Row<T, kAligned>::kVector;
+
+  const Row<T, kAligned> row;
+  Shared& shared;
+  const RowParameters& parameters;
+  float inverse_temperature;
+  float largest;
+  bool backward;  // the direction of the next pass
+
+  __device__ float scaled(float logit) const {
+    return scaled_logit(logit, largest, inverse_temperature);
+  }
+
+  // The direction of this pass; the next one turns round.
+  __device__ bool turn() {
+    backward = !backward;
+    return !backward;
+  }
+
+  // ---- exchanges in the team ----
+
+  __device__ uint64_t team_min(uint64_t value, uint64_t& slot) {
+    value = block_min(value, shared.scratch);
+    if (threadIdx.x == 0) slot = value;
+    Team::sync();
+    uint64_t least = value;
+    for (int rank = 0; rank < Team::size(); ++rank) {
+      const uint64_t theirs = Team::of(slot, rank);
+      least = theirs < least ? theirs : least;
+    }
+    return least;
+  }
+
+  __device__ uint64_t team_sum(uint64_t value, uint64_t& slot) {
+    value = block_sum(value, shared.scratch);
+    if (threadIdx.x == 0) slot = value;
+    Team::sync();
+    uint64_t sum = 0;
+    for (int rank = 0; rank < Team::size(); ++rank) sum += Team::of(slot, rank);
+    return sum;
+  }
+
+  // ---- passes over the row ----
+
+  // The code of the first token in the order. Its logit is not finite if the row cannot be sampled.
+  __device__ uint64_t find_first() {
+    float best = -INFINITY, poison = -INFINITY;
+    int best_vector = -1;
+    row.scan_stretch(turn(), [&](int vector, const float (&x)[kVector]) {
+      float most = x[0];
+#pragma unroll
+      for (int i = 1; i < kVector; ++i) most = max_or_nan(most, x[i]);
+      poison = max_or_nan(poison, most);
+      if (most > best) {
+        best = most;
+        best_vector = vector;
+      }
+    });
+    uint64_t code = kLastCode;
+    if (!(poison < INFINITY)) {
+      code = 0;
+    } else if (best_vector >= 0) {
+      float x[kVector];
+      row.read(best_vector, row.num_vectors, x);
+#pragma unroll
+      for (int i = kVector - 1; i >= 0; --i) {
+        if (x[i] == best) code = order_code(best, row.first_column(best_vector) + i);
+      }
+    }
+    return team_min(code, shared.first_code);
+  }
+
+  // The largest logit of each of this thread's columns-modulo-a-vector, and of the row. Not finite
+  // if the row cannot be sampled.
+  __device__ float find_largest(float (&groups)[kVector]) {
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) groups[i] = -INFINITY;
+    row.scan_stretch(turn(), [&](int, const float (&x)[kVector]) {
+#pragma unroll
+      for (int i = 0; i < kVector; ++i) groups[i] = max_or_nan(groups[i], x[i]);
+    });
+    float most = groups[0];
+#pragma unroll
+    for (int i = 1; i < kVector; ++i) most = max_or_nan(most, groups[i]);
+    return logit_of_code(team_min(order_code(most, 0), shared.first_code));
+  }
+
+  // Lists the tokens of the bins up to `bin`. With kTotal, returns what this thread's tokens weigh.
+  template <bool kTotal>
+  __device__ uint64_t list_top(int bin) {
+    clear_list();
+    const float below = -static_cast<float>(bin + 1) / kBinsPerUnit;
+    uint64_t total = 0;
+    row.scan_stretch(turn(), [&](int vector, const float (&x)[kVector]) {
+      uint32_t listed = 0;
+#pragma unroll
+      for (int i = 0; i < kVector; ++i) {
+        const float z = scaled(x[i]);
+        if (kTotal) total += weight_of(exponential(z));
+        if (z > below) listed |= 1u << i;
+      }
+      for_columns(listed, vector,
+                  [&](int column, float logit) { shared.list.add(order_code(logit, column)); });
+    });
+    return total;
+  }
+
+  // Counts (or weighs, as the need has it) the tokens up to the limit by their bins.
+  template <bool kLimited>
+  __device__ void fill_bins(bool by_count, uint64_t limit) {
+    shared.bins.clear();
+    row.template scan_stretch<kLimited ? 1 : 4>(turn(), [&](int vector, const float (&x)[kVector]) {
+#pragma unroll
+      for (int i = 0; i < kVector; ++i) {
+        const float z = scaled(x[i]);
+        const int bin = bin_of(z);
+        if (bin == kLastBin) continue;
+        if (kLimited && order_code(x[i], row.first_column(vector) + i) > limit) continue;
+        if (by_count) {
+          shared.bins.add_count(bin);
+        } else {
+          shared.bins.add_weight(bin, weight_of(exponential(z)));
+        }
+      }
+    });
+  }
+
+  // Counts (or weighs) the window's tokens up to the limit by their next digit.
+  __device__ void fill_digits(const Window& window, bool by_count, uint64_t limit) {
+    shared.bins.clear();
+    row.template scan_stretch<1>(turn(), [&](int vector, const float (&x)[kVector]) {
+      for_columns(in_bin(window.bin, x), vector, [&](int column, float logit) {
+        const uint64_t code = order_code(logit, column);
+        if (!is_inside(window, window.bin, code) || code > limit) return;
+        if (by_count) {
+          shared.bins.add_count(next_digit(window, code));
+        } else {
+          shared.bins.add_weight(next_digit(window, code), weight_of(exponential(scaled(logit))));
+        }
+      });
+    });
+  }
+
+  // Lists the window's tokens up to the limit, and sums for each warp's stretch what the tokens
+  // before the window weigh, of those that min-p keeps. (They are before the limit too: a window
+  // holds a boundary, and no boundary lies past the limit.)
+  __device__ void collect(const Window& window, uint64_t limit) {
+    clear_list();
+    const float above_bin = -static_cast<float>(window.bin) / kBinsPerUnit;
+    const float min_p = parameters.min_p;
+    uint64_t kept = 0;
+    row.scan_stretch(turn(), [&](int vector, const float (&x)[kVector]) {
+#pragma unroll
+      for (int i = 0; i < kVector; ++i) {
+        const float z = scaled(x[i]);
+        const float e = exponential(z);
+        if (z > above_bin && e >= min_p) kept += weight_of(e);
+      }
+      if (window.bin == kLastBin) return;  // the empty window
+      for_columns(in_bin(window.bin, x), vector, [&](int column, float logit) {
+        const uint64_t code = order_code(logit, column);
+        const float e = exponential(scaled(logit));
+        if (is_above(window, window.bin, code)) {
+          if (e >= min_p) kept += weight_of(e);
+        } else if (is_inside(window, window.bin, code) && code <= limit) {
+          shared.list.add(code);
+        }
+      });
+    });
+    kept = warp_sum(kept);
+    if (lane_index() == 0) shared.kept_weight[warp_index()].set(kept);
+  }
+
+  // Which of a vector's tokens are in the bin. (A comparison is cheaper than bin_of.)
+  __device__ uint32_t in_bin(int bin, const float (&x)[kVector]) const {
+    const float top = -static_cast<float>(bin) / kBinsPerUnit;
+    const float below = -static_cast<float>(bin + 1) / kBinsPerUnit;
+    uint32_t columns = 0;
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) {
+      const float z = scaled(x[i]);
+      if (z <= top && z > below) columns |= 1u << i;
+    }
+    return columns;
+  }
+
+  // Calls visit(column, logit) for those columns of a vector whose bits are set. Few are, so their
+  // logits are read again rather than held in registers that can be indexed.
+  template <typename Visit>
+  __device__ void for_columns(uint32_t bits, int vector, const Visit& visit) const {
+#pragma unroll 1
+    for (; bits != 0; bits &= bits - 1) {
+      const int column = row.first_column(vector) + __ffs(static_cast<int>(bits)) - 1;
+      visit(column, row.logit(column));
+    }
+  }
+
+  // The weight of the row at temperature 1, for the log-probability.
+  __device__ uint64_t find_raw_total() {
+    uint64_t total = 0;
+    row.scan_stretch(turn(), [&](int, const float (&x)[kVector]) {
+#pragma unroll
+      for (int i = 0; i < kVector; ++i) {
+        total += weight_of(exponential(scaled_logit(x[i], largest, 1.0f)));
+      }
+    });
+    return team_sum(total, shared.raw_total);
+  }
+
+  // ---- the list ----
+
+  __device__ void clear_list() {
+    if (threadIdx.x == 0) shared.list.size = 0;
+    if (lane_index() == 0) shared.kept_weight[warp_index()].set(0);
+    __syncthreads();
+  }
+
+  __device__ uint64_t weight_of_code(uint64_t code) const {
+    return weight_of(exponential(scaled(logit_of_code(code))));
+  }
+
+  __device__ uint64_t listed_weight(int size) {
+    uint64_t sum = 0;
+    for (int i = threadIdx.x; i < size; i += kThreads) sum += weight_of_code(shared.merged[i]);
+    return block_sum(sum, shared.scratch);
+  }
+
+  // The last token of the shortest part of the merged list that weighs at least `need`; kLastCode
+  // if the whole list does not.
+  __device__ uint64_t cut_list(int size, uint64_t need) {
+    const int each = (size + kThreads - 1) / kThreads;
+    const int begin = min(static_cast<int>(threadIdx.x) * each, size);
+    const int end = min(begin + each, size);
+    uint64_t sum = 0;
+    for (int i = begin; i < end; ++i) sum += weight_of_code(shared.merged[i]);
+    if (threadIdx.x == 0) shared.boundary = kLastCode;
+    uint64_t through = block_sum_before(sum, shared.scratch);
+    if (through < need && through + sum >= need) {
+      int i = begin;
+      while ((through += weight_of_code(shared.merged[i])) < need) ++i;
+      shared.boundary = shared.merged[i];
+    }
+    __syncthreads();
+    return shared.boundary;
+  }
+
+  // Adds the merged list's tokens up to the boundary to the weights of the stretches they are from.
+  __device__ void weigh_listed(int size, uint64_t boundary) {
+    for (int i = threadIdx.x; i < size; i += kThreads) {
+      const uint64_t code = shared.merged[i];
+      if (code > boundary) continue;
+      const float e = exponential(scaled(logit_of_code(code)));
+      const int warp = row.warp_of(static_cast<int>(id_of_code(code)));
+      if (warp / kWarps == Team::rank() && e >= parameters.min_p) {
+        shared.kept_weight[warp % kWarps].add(weight_of(e));
+      }
+    }
+  }
+};
+
+}  // namespace sampling
+}  // namespace pagedinfer

@@ -1,0 +1,62 @@
+// Launching a kernel in which a team of blocks works on each row.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+#include "sampler/team.cuh"
+
+namespace pagedinfer {
+namespace sampling {
+
+// How many blocks share a row: the most that still lets all rows run at once, two blocks to a
+// multiprocessor, and that leaves each warp something to read.
+inline int team_size(int64_t num_rows, int64_t row_bytes, int multiprocessors) {
+  int team = kMaxTeam;
+  while (team > 1 &&
+         (num_rows * team > 2 * multiprocessors || row_bytes < int64_t{team - 1} * kThreads * 16)) {
+    team /= 2;
+  }
+  return team;
+}
+
+// `row_bytes`: what of a row is read.
+template <typename Params>
+cudaError_t launch_teams(void (*kernel)(Params), const Params& params, int64_t num_rows,
+                         int64_t row_bytes, cudaStream_t stream) {
+  int device = 0, multiprocessors = 0;
+  cudaFuncAttributes attributes;
+  cudaError_t status = cudaGetDevice(&device);
+  if (status != cudaSuccess) return status;
+  status = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
+  if (status != cudaSuccess) return status;
+  status = cudaFuncGetAttributes(&attributes, reinterpret_cast<const void*>(kernel));
+  if (status != cudaSuccess) return status;
+  // There are clusters if the code that this device runs was compiled for them.
+  const int team =
+      attributes.ptxVersion >= 90 ? team_size(num_rows, row_bytes, multiprocessors) : 1;
+
+  cudaLaunchAttribute cluster{};
+  cluster.id = cudaLaunchAttributeClusterDimension;
+  cluster.val.clusterDim.x = static_cast<unsigned>(team);
+  cluster.val.clusterDim.y = 1;
+  cluster.val.clusterDim.z = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(static_cast<unsigned>(num_rows * team));
+  config.blockDim = dim3(kThreads);
+  config.stream = stream;
+  config.attrs = &cluster;
+  config.numAttrs = team > 1 ? 1 : 0;
+  return cudaLaunchKernelEx(&config, kernel, params);
+}
+
+// Whether all rows start at multiples of 16 bytes and their vocabulary ends at one.
+template <typename T>
+bool rows_are_aligned(const void* logits, int64_t row_stride, int64_t vocab_size) {
+  return reinterpret_cast<uintptr_t>(logits) % 16 == 0 && row_stride * sizeof(T) % 16 == 0 &&
+         vocab_size * sizeof(T) % 16 == 0;
+}
+
+}  // namespace sampling
+}  // namespace pagedinfer
