@@ -20,6 +20,8 @@ from pagedinfer.sampling_params import RequestOutputKind, SamplingParams
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from pagedinfer.engine.stats import SchedulerStats
+
 T = TypeVar("T")
 
 
@@ -251,6 +253,10 @@ class LLM:
     def reset_prefix_cache(self) -> None:
         """Forgets the KV of earlier prompts."""
         self.llm_engine.reset_prefix_cache()
+
+    def get_metrics(self) -> SchedulerStats:
+        """How things stand: requests, cache and its use, and counters since the start."""
+        return self.llm_engine.scheduler.stats()
 
     def get_tokenizer(self) -> PreTrainedTokenizerBase:
         """The tokenizer.

@@ -385,6 +385,17 @@ def test_times_are_in_order(llm: LLM) -> None:
     assert metrics.num_generation_tokens == 8
 
 
+def test_metrics_count(tiny_llama: TinyModel) -> None:
+    with LLM(tiny_llama.path, **OPTIONS) as llm:
+        llm.generate(prompts_of(20, 40), GREEDY, use_tqdm=False)
+        stats = llm.get_metrics()
+        assert (stats.num_running, stats.num_waiting, stats.num_used_blocks) == (0, 0, 0)
+        assert stats.num_blocks == 64
+        counters = stats.counters
+        assert (counters.num_prompt_tokens, counters.num_generated_tokens) == (60, 16)
+        assert counters.num_finished["length"] == 2
+
+
 # ---- without a tokenizer, and closed ---------------------------------------------------------------
 
 

@@ -90,7 +90,8 @@ class Worker:
     def close(self) -> None:
         """Gives the weights' and the cache's memory back to the system. The worker is of no use after."""
         if self._meter is not None:
-            self._log_peak(self._meter)  # waits for the device, too
+            torch.cuda.synchronize(self.device)
+            self._log_peak(self._meter)
         self._runner.close()
         del self._runner, self._model
         gc.collect()
@@ -239,6 +240,9 @@ class Worker:
         return wanted
 
     def _log_peak(self, meter: GpuMemoryMeter) -> None:
+        """What was really used; with a KV cache of a given size there is no budget to compare it with."""
+        if self._config.kv_cache_memory_bytes is not None:
+            return
         utilization = self._config.gpu_memory_utilization
         peak = meter.peak_reserved() + meter.outside_torch()
         budget = int(meter.free * utilization)
