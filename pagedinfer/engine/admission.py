@@ -2,13 +2,16 @@
 
 Admitting whatever has room for its prompt fills the cache with requests that then evict each other;
 reserving `max_tokens` leaves most of it empty. Between the two stands a forecast. The lengths of
-finished outputs give an expected rest for every running request; from these follows when each will end
-and give back its blocks, and so the highest the use of the cache will get. A request is admitted if that
-peak, with it, stays within the pool. (After the Past-Future scheduler of Gong et al., ASPLOS 2025.)
+finished outputs say how long those that run may yet get; from this follows when each will end and give
+back its blocks, and so the highest the use of the cache will get. A request is admitted if that peak,
+with it, stays within the pool. (After the Past-Future scheduler of Gong et al., ASPLOS 2025.)
 
-Requests that still run are evidence too: they are longer than what they have generated. The survival
-function of the output length is therefore the estimator of Kaplan and Meier (1958), with those that run
-as censored observations. Without it, the first to finish, which are the short ones, would mislead.
+Two things keep the forecast straight. Requests that still run are evidence too: they are longer than
+what they have generated. The distribution of lengths is therefore the estimator of Kaplan and Meier
+(1958), with those that run as censored observations; without it, the first to finish, which are the
+short ones, would mislead. And each request is given a length of its own from that distribution, at its
+own fixed quantile: were all given the mean, none would end before the others, and the peak would come
+out far too high.
 """
 
 from __future__ import annotations
@@ -22,21 +25,32 @@ import numpy.typing as npt
 from pagedinfer.engine.request import Request
 from pagedinfer.engine.scheduler_config import SchedulerConfig
 
-_WINDOW = 512  # finished requests that are remembered
+_WINDOW = 1024  # finished requests that are remembered
 _REFIT_EVENTS = 16  # ends between two looks at their lengths
 _PRIOR_REST = 64.0  # tokens expected beyond all that was ever seen, at least
 _MAX_MARGIN = 0.25  # of the pool
 _MARGIN_STEP = 0.005  # a preemption adds this to the margin
 _MARGIN_DECAY = 0.995  # a request that finishes without one multiplies it by this
 
+# Consecutive multiples of this, modulo 1, are spread as evenly as any (the golden ratio's fraction).
+_GOLDEN = 0.6180339887498949
+
+Floats = npt.NDArray[np.float64]
+
+
+def quantile_of(request: Request) -> float:
+    """Where in the distribution of lengths a request is taken to be: in [0, 1), its own, and fixed."""
+    _, arrival, fork = request.urgency
+    return (arrival + 0.5 * fork) * _GOLDEN % 1.0
+
 
 class OutputLengths:
-    """How long outputs get: the mean residual life of a request that has generated so and so much."""
+    """The distribution of the number of tokens that requests generate."""
 
     def __init__(self) -> None:
         self._finished: deque[int] = deque(maxlen=_WINDOW)
-        self._ages: npt.NDArray[np.float64] = np.zeros(1)
-        self._rests: npt.NDArray[np.float64] = np.full(1, _PRIOR_REST)
+        self._ages: Floats = np.zeros(1)  # numbers of tokens, ascending from 0
+        self._survival: Floats = np.ones(1)  # share of requests that generate more than so many
 
     @property
     def longest(self) -> float:
@@ -47,32 +61,32 @@ class OutputLengths:
         """A request ended of its own accord after `length` tokens."""
         self._finished.append(length)
 
-    def refit(self, running: Sequence[int]) -> None:
+    def refit(self, running: Floats) -> None:
         """Takes in what those that run have generated so far."""
         ended = np.fromiter(self._finished, np.float64, len(self._finished))
-        alive = np.fromiter(running, np.float64, len(running))
-        ages, index = np.unique(np.concatenate([[0.0], ended, alive]), return_inverse=True)
-        # At equal age an end counts before a censoring: those still alive were at risk.
+        ages, index = np.unique(np.concatenate([[0.0], ended, running]), return_inverse=True)
         ends = np.bincount(index[1 : 1 + len(ended)], minlength=len(ages))
-        leaves = np.bincount(index[1:], minlength=len(ages))
-        at_risk = leaves[::-1].cumsum()[::-1]
-        survival = np.cumprod(1.0 - ends / np.maximum(at_risk, 1))
-        # survival[i] holds from ages[i] to ages[i + 1]. What outlives everything seen is expected to
-        # go on for as long again.
-        areas = np.append(survival[:-1] * np.diff(ages), survival[-1] * max(ages[-1], _PRIOR_REST))
-        beyond = areas[::-1].cumsum()[::-1]
+        # At equal age an end comes before a censoring: all that get so far were at risk.
+        at_risk = np.bincount(index[1:], minlength=len(ages))[::-1].cumsum()[::-1]
         self._ages = ages
-        self._rests = np.where(
-            survival > 1e-9, beyond / np.maximum(survival, 1e-9), np.maximum(ages, _PRIOR_REST)
-        )
+        self._survival = np.cumprod(1.0 - ends / np.maximum(at_risk, 1))
 
-    def expected_rest(self, generated: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-        """Tokens that requests which have generated so many are expected to generate still."""
-        index = np.searchsorted(self._ages, generated, side="right") - 1
-        rest = self._rests[index] - (generated - self._ages[index])
-        # Beyond the last age seen: as long again as it has lived.
-        last = index == len(self._ages) - 1
-        return np.where(last, np.maximum(rest, np.maximum(generated, _PRIOR_REST)), np.maximum(rest, 1.0))
+    def mean(self) -> float:
+        """Of the distribution; what outlives all that was seen is expected to double its age."""
+        tail = max(self.longest, _PRIOR_REST) * self._survival[-1]
+        return float(np.sum(self._survival[:-1] * np.diff(self._ages)) + tail)
+
+    def rest(self, generated: Floats, quantile: Floats) -> Floats:
+        """Tokens still to come of requests that have generated so many, at these quantiles of the rest.
+
+        Beyond all that was ever seen, a request is expected to go on for as long again.
+        """
+        alive = self._survival[np.searchsorted(self._ages, generated, side="right") - 1]
+        end = np.searchsorted(-self._survival, -alive * (1.0 - quantile), side="left")
+        beyond = np.maximum(generated, max(self.longest, _PRIOR_REST))
+        ages = np.append(self._ages, np.inf)
+        seen = (end < len(self._ages)) & (generated < self.longest)
+        return np.where(seen, np.maximum(ages[end] - generated, 1.0), beyond)
 
 
 class AdmissionControl:
@@ -100,7 +114,7 @@ class AdmissionControl:
 
     def expected_length(self) -> float:
         """Tokens that a new request is expected to generate, as of the last forecast."""
-        return float(self._lengths.expected_rest(np.zeros(1))[0])
+        return self._lengths.mean()
 
     def observe_end(self, request: Request, *, complete: bool) -> None:
         """A request left for good; `complete`: it was not cut off from outside."""
@@ -158,7 +172,8 @@ class AdmissionControl:
         if self._num_events >= self._refit_at or generated.max() > self._lengths.longest:
             self._lengths.refit(generated[:-1])
             self._refit_at = self._num_events + _REFIT_EVENTS
-        rest = np.where(exact, limit, np.minimum(limit, self._lengths.expected_rest(generated)))
+        quantile = np.array([quantile_of(request) for request in everyone])
+        rest = np.where(exact, limit, np.minimum(limit, self._lengths.rest(generated, quantile)))
 
         order = np.argsort(rest)
         rest, own = rest[order], own[order]

@@ -85,6 +85,7 @@ class Preemption:
         self.waiting = waiting
         self.costs = costs
         self.counters = counters
+        self.num_swapped = 0  # requests in the queue whose KV is in CPU blocks
         self.holding: dict[Request, None] = {}  # forks in the queue that share KV already, in order
 
     def shed_forks(self, keep: Request | None) -> bool:
@@ -109,6 +110,7 @@ class Preemption:
             mode = "swap" if prefer_swap else "recompute"
         if mode == "swap" and self.kv.swap_out(request):
             request.status = RequestStatus.SWAPPED
+            self.num_swapped += 1
             self.counters.num_preemptions_swap += 1
         else:
             self.kv.release(request)
@@ -117,3 +119,8 @@ class Preemption:
             self.counters.num_preemptions_recompute += 1
         request.num_preemptions += 1
         self.waiting.add(request)
+
+    def leave_queue(self, request: Request) -> None:
+        """A waiting request is admitted, or ends."""
+        self.num_swapped -= request.status is RequestStatus.SWAPPED
+        self.holding.pop(request, None)

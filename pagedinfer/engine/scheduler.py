@@ -57,9 +57,9 @@ class Scheduler:
         self.waiting = RequestQueue()  # swapped ones included
         self.forks = PendingForks()  # waiting too, but not in the queue yet
         self._sampling: dict[int, list[Request]] = {}  # per step in flight, the requests that draw a token
-        self._preemption = Preemption(config, self.kv, self.running, self.waiting, self.costs, self.counters)
+        self.preemption = Preemption(config, self.kv, self.running, self.waiting, self.costs, self.counters)
         self._planner = StepPlanner(
-            config, self.kv, self.running, self.waiting, self._preemption, self.admission, self.counters
+            config, self.kv, self.running, self.waiting, self.preemption, self.admission, self.counters
         )
 
     # ---- requests come and go ----
@@ -114,7 +114,7 @@ class Scheduler:
         """Queues a fork, with what it can share of a running parent."""
         if parent.num_computed_tokens > 0:
             self.kv.fork(parent, child)
-            self._preemption.holding[child] = None
+            self.preemption.holding[child] = None
         self.waiting.add(child)
 
     def abort_request(self, request_id: str) -> bool:
@@ -147,7 +147,7 @@ class Scheduler:
             self.forks.remove(request)
         else:
             self.waiting.remove(request)
-            self._preemption.holding.pop(request, None)
+            self.preemption.leave_queue(request)
         self.kv.release(request)
         request.status = status
         request.finished = True

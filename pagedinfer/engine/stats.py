@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 from pagedinfer.engine.batch import Batch
-from pagedinfer.engine.request import Request, RequestStatus
+from pagedinfer.engine.request import Request
 
 if TYPE_CHECKING:
     from pagedinfer.engine.scheduler import Scheduler
@@ -103,7 +103,7 @@ def collect_stats(scheduler: Scheduler) -> SchedulerStats:
     """How `scheduler` stands."""
     kv = scheduler.kv
     running = list(scheduler.running)
-    num_swapped = sum(request.status is RequestStatus.SWAPPED for request in scheduler.waiting)
+    num_swapped = scheduler.preemption.num_swapped
     num_used_blocks = kv.pool.num_blocks - kv.pool.num_free
     num_allocated = num_used_blocks * kv.block_size
     # Blocks are shared when full; what is empty is at the end of each request's own last blocks.

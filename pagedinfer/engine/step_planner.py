@@ -254,7 +254,7 @@ class StepPlanner:
     def _admit(self, step: Step, request: Request, prefix: Prefix, num_tokens: int) -> None:
         """Gives the first waiting request a slot and its next `num_tokens` tokens."""
         self.waiting.pop()
-        self.preemption.holding.pop(request, None)
+        self.preemption.leave_queue(request)
         if request.num_preemptions == 0:
             request.num_cached_tokens = len(prefix) * self.kv.block_size
             self.counters.count_admission(request, len(prefix.cpu_blocks) * self.kv.block_size)

@@ -84,3 +84,19 @@ def test_the_queue_is_in_order_of_urgency() -> None:
         queue.remove(requests["b"])
     assert queue.first() is queue.pop() is requests["a"]
     assert len(queue) == 2
+
+
+def test_a_long_queue_is_taken_out_in_order() -> None:
+    queue = RequestQueue()
+    requests = [make_request(str(i), [1]) for i in range(300)]
+    for i, request in enumerate(requests):
+        request.urgency = (0, i * 7 % 300, 0)
+        queue.add(request)
+    queue.remove(requests[43])  # the second
+    taken = [queue.pop().urgency[1] for _ in range(200)]
+    assert taken == [0, *range(2, 201)]
+    queue.add(requests[43])  # back in front
+    assert queue.first() is requests[43]
+    assert [queue.pop().urgency[1] for _ in range(len(queue))] == [1, *range(201, 300)]
+    assert len(queue) == 0
+    assert list(queue) == []

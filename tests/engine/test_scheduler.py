@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+import pagedinfer
 from pagedinfer.engine.request import RequestStatus
 from pagedinfer.errors import RequestTooLargeError
 from tests.engine.rig import Rig, prompt_of
@@ -54,6 +57,48 @@ def test_a_long_prompt_in_front_leaves_the_others_their_next_token() -> None:
         ("long", 4),
         *((name, 1) for name in "abcd"),
     ]
+
+
+def test_a_threshold_caps_what_one_prompt_takes_of_a_step() -> None:
+    rig = Rig(max_num_batched_tokens=32, long_prefill_token_threshold=10, max_num_seqs=8)
+    rig.add("a", [40], max_tokens=20)
+    rig.step()
+    rig.add("long", prompt_of(60), max_tokens=2)
+    rig.add("short", prompt_of(7, first=9), max_tokens=2)
+    rig.step()
+    assert [(work.request_id, work.num_tokens) for work in rig.batch.requests] == [
+        ("a", 1),
+        ("long", 10),
+        ("short", 7),
+    ]
+    rig.step()
+    assert [(work.request_id, work.num_tokens) for work in rig.batch.requests][:2] == [("a", 1), ("long", 10)]
+    rig.run()
+    rig.check_outputs()
+
+
+def test_without_chunks_a_prompt_is_computed_in_one_step() -> None:
+    rig = Rig(max_num_batched_tokens=64, enable_chunked_prefill=False, enable_prefix_caching=False)
+    for i, length in enumerate([40, 30, 20, 5]):
+        rig.add(f"r{i}", prompt_of(length, first=i), max_tokens=3)
+    rig.step()
+    # The second does not fit into what is left of the step, and nobody overtakes it.
+    assert [(work.request_id, work.num_tokens) for work in rig.batch.requests] == [("r0", 40)]
+    rig.step()
+    assert [work.num_tokens for work in rig.batch.requests] == [1, 30, 20, 5]
+    rig.run()
+    rig.check_outputs()
+
+
+@pytest.mark.parametrize("budget", [16, 10_000])
+def test_chunks_of_many_prompts_without_a_prefix_cache(budget: int) -> None:
+    """sglang PR#2282: chunked prefill with the prefix cache off hit an assertion."""
+    rig = Rig(max_num_batched_tokens=budget, enable_prefix_caching=False, max_num_seqs=2, max_model_len=128)
+    for i in range(3):
+        rig.add(f"r{i}", prompt_of(100, first=i), max_tokens=5)
+    rig.run()
+    rig.check_outputs()
+    assert rig.runner.num_computed == 3 * 104
 
 
 def test_blocks_are_allocated_as_needed() -> None:
@@ -249,8 +294,46 @@ def test_bad_limits_are_refused() -> None:
             Rig(**fields)
 
 
+# What stands between a request and a batch: must be quick to import and to test.
+SCHEDULER_MODULES = [
+    "admission",
+    "batch",
+    "forks",
+    "kv_cache_manager",
+    "preemption",
+    "request",
+    "request_queue",
+    "request_update",
+    "running_requests",
+    "scheduler",
+    "scheduler_config",
+    "size_limits",
+    "stats",
+    "step_planner",
+]
+
+
 def test_the_scheduler_does_not_import_torch() -> None:
-    modules = ["batch", "request", "request_queue", "scheduler_config", "kv_cache_manager", "scheduler"]
-    names = ", ".join(f"pagedinfer.engine.{name}" for name in modules)
+    names = ", ".join(f"pagedinfer.engine.{name}" for name in SCHEDULER_MODULES)
     code = f"import sys, {names}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_nothing_is_pickled_or_hashed_by_python() -> None:
+    """CVE-2025-30165, vllm#29565: block hashes came from pickle and hash()."""
+    package = Path(pagedinfer.__file__).parent
+    for name in SCHEDULER_MODULES:
+        tree = ast.parse((package / "engine" / f"{name}.py").read_text())
+        imported = {
+            alias.name.split(".")[0]
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Import)
+            for alias in node.names
+        }
+        assert not imported & {"pickle", "marshal", "shelve"}, name
+        called = {
+            node.func.id
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+        }
+        assert "hash" not in called, name
