@@ -92,47 +92,32 @@ class StepPlanner:
     def _schedule_running(self, step: Step, first: int, last: int) -> None:
         """Gives running requests `first` to `last` their next tokens, while budget and blocks last."""
         running = self.running.by_urgency
-        add_to_batch = step.batch.requests.append
-        add_to_sampling = step.sampling.append
-        budget = step.budget
         decodes_behind: int | None = None  # running requests behind this one that want a single token
         # Preemption takes requests off the end of the list, and so ends this loop early.
         for index, request in enumerate(islice(running, first, last), start=first + 1):
-            if budget <= 0:
+            if step.budget <= 0:
                 break
             start = request.num_computed_tokens
-            end = request.num_tokens
-            if end - start > 1:
+            num_tokens = request.num_tokens - start
+            if num_tokens > 1:
                 if decodes_behind is None:
                     decodes_behind = _num_decodes(running, index)
                 # A long prompt leaves those behind it their next token, and gets one itself at least.
-                end = start + self._chunk(end - start, max(1, budget - decodes_behind))
+                num_tokens = self._chunk(num_tokens, max(1, step.budget - decodes_behind))
             else:
                 if decodes_behind is not None:
                     decodes_behind -= 1
-                if end == request.max_total_tokens:
+                if request.num_tokens == request.max_total_tokens:
                     continue  # a step in flight is drawing its last token
             new_blocks: list[int] = []
-            if end > request.capacity:
-                if not self._make_room(step, request, end):
+            if start + num_tokens > request.capacity:
+                if not self._make_room(step, request, start + num_tokens):
                     break
-                new_blocks = self.kv.grow(request, end)
-            # What follows is `_compute`, written out: most of a step's time is spent here.
-            budget -= end - start
-            request.num_computed_tokens = end
-            sample = end == request.num_tokens
-            if sample:
-                request.num_tokens = end + 1
-                add_to_sampling(request)
-            if end - start > 1 and end >= request.next_cacheable:
-                self.kv.cache_full_blocks(request)
-            add_to_batch(
-                ScheduledRequest(request.request_id, request.slot, start, end - start, sample, new_blocks)
-            )
-        step.budget = budget
+                new_blocks = self.kv.grow(request, start + num_tokens)
+            self._compute(step, request, num_tokens, new_blocks)
 
-    def _compute(self, step: Step, request: Request, num_tokens: int) -> None:
-        """Puts the next `num_tokens` tokens of a request that was just admitted into the step."""
+    def _compute(self, step: Step, request: Request, num_tokens: int, new_blocks: list[int]) -> None:
+        """Puts the next `num_tokens` tokens of a running request into the step."""
         start = request.num_computed_tokens
         end = start + num_tokens
         step.budget -= num_tokens
@@ -144,7 +129,7 @@ class StepPlanner:
         if num_tokens > 1 and end >= request.next_cacheable:
             self.kv.cache_full_blocks(request)  # a decode's block is cached when its token is known
         step.batch.requests.append(
-            ScheduledRequest(request.request_id, request.slot, start, num_tokens, sample, [])
+            ScheduledRequest(request.request_id, request.slot, start, num_tokens, sample, new_blocks)
         )
 
     def _chunk(self, num_tokens: int, budget: int) -> int:
@@ -273,7 +258,7 @@ class StepPlanner:
                 seed=request.seed,
             )
         )
-        self._compute(step, request, num_tokens)
+        self._compute(step, request, num_tokens, [])
 
 
 def _num_decodes(requests: list[Request], first: int) -> int:
