@@ -45,6 +45,10 @@ STABLE_TORCH_LIBRARY(pagedinfer, m) {
       "sample_tokens(Tensor logits, Tensor slots, Tensor temperature, Tensor top_k, Tensor top_p, "
       "Tensor min_p, Tensor seeds, Tensor positions, int vocab_size, Tensor(a!) workspace, "
       "Tensor(b!) token_ids, Tensor(c!)? logprobs) -> ()");
+  // Of each row one token's log-probability and rank, and the best tokens with theirs.
+  m.def(
+      "top_logprobs(Tensor logits, Tensor token_ids, int vocab_size, Tensor(a!) logprobs, "
+      "Tensor(b!) ranks, Tensor(c!) top_ids, Tensor(d!) top_logprobs) -> ()");
 
   // ---- layers ----
   // out = RMSNorm(input) * weight; with a residual: residual += input, then the norm of that.
@@ -70,6 +74,7 @@ STABLE_TORCH_LIBRARY(pagedinfer, m) {
   m.impl("swap_blocks", TORCH_BOX(&pagedinfer::swap_blocks));                                   \
   m.impl("sample_tokens_workspace_size", TORCH_BOX(&pagedinfer::sample_tokens_workspace_size)); \
   m.impl("sample_tokens", TORCH_BOX(&pagedinfer::sample_tokens));                               \
+  m.impl("top_logprobs", TORCH_BOX(&pagedinfer::top_logprobs));                                 \
   m.impl("rms_norm", TORCH_BOX(&pagedinfer::rms_norm));                                         \
   m.impl("rotary_embedding", TORCH_BOX(&pagedinfer::rotary_embedding));                         \
   m.impl("silu_and_mul", TORCH_BOX(&pagedinfer::silu_and_mul))

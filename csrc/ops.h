@@ -38,6 +38,8 @@ void sample_tokens(const Tensor& logits, const Tensor& slots, const Tensor& temp
                    const Tensor& top_k, const Tensor& top_p, const Tensor& min_p,
                    const Tensor& seeds, const Tensor& positions, int64_t vocab_size,
                    Tensor workspace, Tensor token_ids, std::optional<Tensor> logprobs);
+void top_logprobs(const Tensor& logits, const Tensor& token_ids, int64_t vocab_size,
+                  Tensor logprobs, Tensor ranks, Tensor top_ids, Tensor top_logprobs);
 
 void rms_norm(const Tensor& input, const Tensor& weight, double epsilon, Tensor out,
               std::optional<Tensor> residual);

@@ -397,6 +397,63 @@ def sample_tokens_workspace_size(logits: Tensor) -> int:
     return int(_ops.sample_tokens_workspace_size(logits))
 
 
+MAX_TOP_LOGPROBS = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class TopLogprobs:
+    """What `top_logprobs` finds in each row."""
+
+    logprobs: Tensor
+    """float32 [num_rows]: the token's log-probability."""
+    ranks: Tensor
+    """int64 [num_rows]: the token's place in the order, from 1."""
+    top_ids: Tensor
+    """int64 [num_rows, num_top]: the first tokens of the order; -1 where no more have a finite logit."""
+    top_logprobs: Tensor
+    """float32 [num_rows, num_top]: theirs, falling; -inf where there is no token."""
+
+
+def top_logprobs(
+    logits: Tensor, token_ids: Tensor, num_top: int, *, vocab_size: int | None = None
+) -> TopLogprobs:
+    """The log-probability and the rank of one token of each row, and the best tokens of the row.
+
+    Log-probabilities are those of softmax(logits). The order is `sample_tokens`': falling logit, ties by
+    rising id; so ranks are unique, and the first of `top_ids` is what greedy sampling takes.
+
+    Args:
+        logits: dtype [num_rows, padded vocabulary]; the vocabulary is contiguous, the row stride is free.
+        token_ids: int64 [num_rows]. A row whose token is not in the vocabulary, -1 for instance, is
+            skipped: it gets NaN, rank 0 and ids of -1. So does a row that holds NaN or +inf, or nothing
+            but -inf.
+        num_top: how many of the best tokens; 0 to `MAX_TOP_LOGPROBS`.
+        vocab_size: columns from this on do not exist; default: all do.
+
+    Raises:
+        ValueError: shapes, dtypes, devices or strides that do not fit.
+    """
+    if num_top < 0:
+        raise ValueError(f"top_logprobs: num_top is {num_top}; expected 0 to {MAX_TOP_LOGPROBS}")
+    rows, device = logits.shape[:1], logits.device
+    out = TopLogprobs(
+        logprobs=torch.empty(rows, dtype=torch.float32, device=device),
+        ranks=torch.empty(rows, dtype=torch.int64, device=device),
+        top_ids=torch.empty((*rows, num_top), dtype=torch.int64, device=device),
+        top_logprobs=torch.empty((*rows, num_top), dtype=torch.float32, device=device),
+    )
+    _ops.top_logprobs(
+        logits,
+        token_ids,
+        logits.shape[-1] if vocab_size is None else vocab_size,
+        out.logprobs,
+        out.ranks,
+        out.top_ids,
+        out.top_logprobs,
+    )
+    return out
+
+
 # ---- layers ----------------------------------------------------------------------------------------
 
 
@@ -496,6 +553,7 @@ def _register_fakes() -> None:
         "copy_blocks",
         "swap_blocks",
         "sample_tokens",
+        "top_logprobs",
         "rms_norm",
         "rotary_embedding",
         "silu_and_mul",

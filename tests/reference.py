@@ -214,6 +214,30 @@ def sample_tokens(
     return token_ids, logprobs
 
 
+def top_logprobs(
+    logits: Tensor, token_ids: Tensor, num_top: int, *, vocab_size: int | None = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Log-probabilities (float64), ranks, the best ids and theirs (float64)."""
+    x = logits[:, :vocab_size].double().cpu()
+    num_rows = len(x)
+    logprobs = torch.full((num_rows,), math.nan, dtype=torch.float64)
+    ranks = torch.zeros(num_rows, dtype=torch.int64)
+    top_ids = torch.full((num_rows, num_top), -1)
+    top = torch.full((num_rows, num_top), math.nan, dtype=torch.float64)
+    for row, token in enumerate(token_ids.tolist()):
+        if not 0 <= token < x.shape[1] or not (x[row] < math.inf).all() or x[row].max() == -math.inf:
+            continue
+        log_softmax = x[row].log_softmax(-1)
+        order = (-x[row]).argsort(stable=True)
+        logprobs[row] = log_softmax[token]
+        ranks[row] = order.tolist().index(token) + 1
+        best = order[x[row][order] > -math.inf][:num_top]
+        top[row] = -math.inf
+        top_ids[row, : len(best)] = best
+        top[row, : len(best)] = log_softmax[best]
+    return logprobs, ranks, top_ids, top
+
+
 # ---- layers ----------------------------------------------------------------------------------------
 
 

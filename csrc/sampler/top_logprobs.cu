@@ -1,0 +1,142 @@
+// top_logprobs on the GPU: see top_logprobs.h for the maths and the tensors.
+//
+// Grid: a team of blocks per row, as in sample_tokens.cu. Passes over a row: its largest logit; the
+// tokens at the top, which give the boundary after the first num_top (more passes only for many
+// ties, or if hardly any token has a probability to speak of); then, in one, the sum of weights,
+// the token's rank and the list of the tokens up to the boundary. Shared memory: 42 KB a block.
+#include <cmath>
+
+#include "sampler/row_boundary.cuh"
+#include "sampler/team_launch.cuh"
+#include "sampler/top_logprobs_cuda.h"
+
+namespace pagedinfer {
+
+namespace {
+
+using namespace sampling;
+
+template <typename T, bool kAligned>
+struct RowLogprobs : RowBoundary<T, kAligned> {
+  using Passes = RowPasses<T, kAligned>;
+  using Passes::kVector, Passes::row, Passes::shared;
+
+  // The last of the first `count` tokens; kLastCode if no more than those have a finite logit.
+  __device__ uint64_t find_last_of(uint64_t count, const float (&groups)[kVector]) {
+    if (count == 0 || count >= static_cast<uint64_t>(row.vocab_size)) return kLastCode;
+    const uint64_t boundary = this->find_boundary(groups);
+    if (boundary != kLastCode) return boundary;
+    // Too few tokens weigh anything. With all in one bin they are told apart by their logits'
+    // digits.
+    this->inverse_temperature = 0.0f;
+    return this->search({Need::Of::count, count}, kLastCode);
+  }
+
+  struct Sums {
+    uint64_t total;  // of the weights at temperature 1
+    uint64_t rank;   // of the token, from 1
+  };
+
+  // Lists the tokens up to `last`.
+  __device__ Sums sum_and_list(uint64_t token_code, uint64_t last, bool listing) {
+    Team::sync();
+    this->clear_list();
+    uint64_t total = 0, before = 0;
+    // A token of -inf is ranked among others of -inf, but not among the columns that only look so.
+    const int end = row.stretch_end(Team::rank() * kWarps + warp_index());
+    row.scan_stretch(this->turn(), [&](int vector, const float (&x)[kVector]) {
+      uint32_t listed = 0;
+#pragma unroll
+      for (int i = 0; i < kVector; ++i) {
+        total += weight_of(exponential(scaled_logit(x[i], this->largest, 1.0f)));
+        const uint64_t code = order_code(x[i], row.first_column(vector) + i);
+        before += code < token_code && vector < end;
+        if (listing && code <= last && x[i] > -INFINITY) listed |= 1u << i;
+      }
+      this->for_columns(listed, vector, [&](int column, float logit) {
+        shared.list.add(order_code(logit, column));
+      });
+    });
+    total = this->team_sum(total, shared.raw_total);
+    return {total, this->team_sum(before, shared.rank) + 1};
+  }
+};
+
+template <typename T, bool kAligned>
+__global__ void __launch_bounds__(kThreads, 2)
+    top_logprobs_kernel(const __grid_constant__ TopLogprobsParams p) {
+  __shared__ Shared shared;
+  const int64_t r = blockIdx.x / Team::size();
+  const bool is_first_thread = Team::rank() == 0 && threadIdx.x == 0;
+  const bool is_first_block = Team::rank() == 0;
+  auto write_nothing = [&] {
+    if (is_first_thread) {
+      p.logprobs[r] = NAN;
+      p.ranks[r] = 0;
+    }
+    for (int64_t i = threadIdx.x; is_first_block && i < p.num_top; i += kThreads) {
+      p.top_ids[r * p.num_top + i] = -1;
+      p.top_logprobs[r * p.num_top + i] = NAN;
+    }
+  };
+  const int64_t token = p.token_ids[r];
+  if (token < 0 || token >= p.vocab_size) {
+    write_nothing();
+    return;
+  }
+
+  if (threadIdx.x == 0) {
+    shared.parameters =
+        row_parameters(1.0f, static_cast<int32_t>(p.num_top), 1.0f, 0.0f, 0, 0, p.vocab_size);
+  }
+  __syncthreads();
+  const T* logits = static_cast<const T*>(p.logits) + r * p.row_stride;
+  RowLogprobs<T, kAligned> sampler{
+      {{{logits, static_cast<int>(p.vocab_size)}, shared, shared.parameters, 1.0f, 0.0f, false}}};
+  float groups[sampler.kVector];
+  sampler.largest = sampler.find_largest(groups);
+  if (!isfinite(sampler.largest)) {
+    write_nothing();
+  } else {
+    const uint64_t last = sampler.find_last_of(p.num_top, groups);
+    const float logit = sampler.row.logit(static_cast<int>(token));
+    const auto sums =
+        sampler.sum_and_list(order_code(logit, static_cast<uint32_t>(token)), last, p.num_top > 0);
+    if (is_first_thread) {
+      p.logprobs[r] = log_probability(logit, sampler.largest, sums.total);
+      p.ranks[r] = static_cast<int64_t>(sums.rank);
+    }
+    const int size = merge_lists(shared.list, shared.merged);
+    sort_codes(shared.merged, size);
+    for (int64_t i = threadIdx.x; is_first_block && i < p.num_top; i += kThreads) {
+      const uint64_t code = shared.merged[i < size ? i : 0];
+      p.top_ids[r * p.num_top + i] = i < size ? static_cast<int64_t>(id_of_code(code)) : -1;
+      p.top_logprobs[r * p.num_top + i] =
+          i < size ? log_probability(logit_of_code(code), sampler.largest, sums.total) : -INFINITY;
+    }
+  }
+  Team::sync();  // no block leaves while another may look at its shared memory
+}
+
+template <typename T>
+cudaError_t launch(const TopLogprobsParams& params, cudaStream_t stream) {
+  const bool aligned = rows_are_aligned<T>(params.logits, params.row_stride, params.vocab_size);
+  return launch_teams(aligned ? top_logprobs_kernel<T, true> : top_logprobs_kernel<T, false>,
+                      params, params.num_rows, params.vocab_size * sizeof(T), stream);
+}
+
+}  // namespace
+
+cudaError_t launch_top_logprobs(const TopLogprobsParams& params, cudaStream_t stream) {
+  switch (params.dtype) {
+    case DType::float32:
+      return launch<float>(params, stream);
+    case DType::float16:
+      return launch<Float16>(params, stream);
+    case DType::bfloat16:
+      return launch<BFloat16>(params, stream);
+  }
+  return cudaErrorInvalidValue;
+}
+
+}  // namespace pagedinfer

@@ -1,0 +1,36 @@
+// top_logprobs: of each row of logits, the log-probability and the rank of one token, and the best
+// k.
+//
+//   logprob[r] = log softmax(x)[token]      over the raw logits
+//   rank[r]    = the token's place in the order of falling logits, ties by rising id; from 1
+//   top[r]     = the first k of that order, with their log-probabilities
+//
+// The sums are those of sample_tokens at temperature 1: see sampling_math.h.
+#pragma once
+
+#include <cstdint>
+
+#include "common/cpu_isa.h"
+#include "common/dtype.h"
+
+namespace pagedinfer {
+
+constexpr int64_t kMaxTopLogprobs = 1024;
+
+// A row whose token is outside [0, vocab_size), or that holds NaN or +inf or nothing but -inf, gets
+// NaN, rank 0, ids -1.
+struct TopLogprobsParams {
+  const void* logits;  // dtype [num_rows, vocab_size and more], rows row_stride elements apart
+  const int64_t* token_ids;  // [num_rows]
+  float* logprobs;           // [num_rows], written
+  int64_t* ranks;            // [num_rows], written
+  int64_t* top_ids;     // [num_rows, num_top], written: -1 where fewer tokens have a finite logit
+  float* top_logprobs;  // [num_rows, num_top], written: -inf there
+  int64_t row_stride;
+  int64_t num_rows, vocab_size, num_top;
+  DType dtype;
+};
+
+PAGEDINFER_FOR_EACH_ISA(void top_logprobs_cpu(const TopLogprobsParams& params);)
+
+}  // namespace pagedinfer
