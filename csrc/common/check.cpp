@@ -24,17 +24,28 @@ std::string joined(const Values& values) {
 
 const char* name_of(ScalarType type) {
   switch (type) {
-    case ScalarType::Float: return "float32";
-    case ScalarType::Half: return "float16";
-    case ScalarType::BFloat16: return "bfloat16";
-    case ScalarType::Double: return "float64";
-    case ScalarType::Int: return "int32";
-    case ScalarType::Long: return "int64";
-    case ScalarType::Short: return "int16";
-    case ScalarType::Char: return "int8";
-    case ScalarType::Byte: return "uint8";
-    case ScalarType::Bool: return "bool";
-    default: return "another dtype";
+    case ScalarType::Float:
+      return "float32";
+    case ScalarType::Half:
+      return "float16";
+    case ScalarType::BFloat16:
+      return "bfloat16";
+    case ScalarType::Double:
+      return "float64";
+    case ScalarType::Int:
+      return "int32";
+    case ScalarType::Long:
+      return "int64";
+    case ScalarType::Short:
+      return "int16";
+    case ScalarType::Char:
+      return "int8";
+    case ScalarType::Byte:
+      return "uint8";
+    case ScalarType::Bool:
+      return "bool";
+    default:
+      return "another dtype";
   }
 }
 
@@ -80,9 +91,15 @@ void ArgumentChecker::shape(const char* name, const Tensor& tensor,
 DType ArgumentChecker::float_dtype(const char* name, const Tensor& tensor) {
   DType found{};
   switch (tensor.scalar_type()) {
-    case ScalarType::Float: found = DType::float32; break;
-    case ScalarType::Half: found = DType::float16; break;
-    case ScalarType::BFloat16: found = DType::bfloat16; break;
+    case ScalarType::Float:
+      found = DType::float32;
+      break;
+    case ScalarType::Half:
+      found = DType::float16;
+      break;
+    case ScalarType::BFloat16:
+      found = DType::bfloat16;
+      break;
     default:
       PAGEDINFER_CHECK(false, op_, ": ", name, " has dtype ", name_of(tensor.scalar_type()),
                        "; expected float32, float16 or bfloat16");
@@ -114,8 +131,7 @@ void ArgumentChecker::same_device(const char* name, const Tensor& tensor) {
 }
 
 void ArgumentChecker::on_cpu(const char* name, const Tensor& tensor) {
-  PAGEDINFER_CHECK(is_cpu(tensor), op_, ": ", name, " is on ", device_of(tensor),
-                   "; expected cpu");
+  PAGEDINFER_CHECK(is_cpu(tensor), op_, ": ", name, " is on ", device_of(tensor), "; expected cpu");
 }
 
 void ArgumentChecker::contiguous(const char* name, const Tensor& tensor) {

@@ -19,14 +19,15 @@ namespace pagedinfer {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-// A ValueError in Python unless `condition` holds: PAGEDINFER_CHECK(n > 0, "n is ", n, "; expected > 0").
-#define PAGEDINFER_CHECK(condition, ...)                               \
-  do {                                                                 \
-    if (!(condition)) {                                                \
-      std::ostringstream message_;                                     \
-      ::pagedinfer::append_to(message_, __VA_ARGS__);                  \
-      throw std::invalid_argument(message_.str());                     \
-    }                                                                  \
+// A ValueError in Python unless `condition` holds: PAGEDINFER_CHECK(n > 0, "n is ", n, "; expected
+// > 0").
+#define PAGEDINFER_CHECK(condition, ...)              \
+  do {                                                \
+    if (!(condition)) {                               \
+      std::ostringstream message_;                    \
+      ::pagedinfer::append_to(message_, __VA_ARGS__); \
+      throw std::invalid_argument(message_.str());    \
+    }                                                 \
   } while (false)
 
 template <typename... Parts>
@@ -39,13 +40,13 @@ std::string shape_of(const Tensor& tensor);
 std::string device_of(const Tensor& tensor);
 
 // Checks the tensors of one op call against each other: the symbolic dimensions are named once, get
-// their size from the first tensor that has them, and must agree from then on; all tensors must be on
-// one device unless a check says otherwise.
+// their size from the first tensor that has them, and must agree from then on; all tensors must be
+// on one device unless a check says otherwise.
 //
 //   ArgumentChecker check("store_kv");
 //   check.shape("key", key, {"num_tokens", "num_kv_heads", "head_dim"});
-//   check.shape("kv_cache", kv_cache, {"num_blocks", "2", "num_kv_heads", "block_size", "head_dim"});
-//   int64_t num_tokens = check.size("num_tokens");
+//   check.shape("kv_cache", kv_cache, {"num_blocks", "2", "num_kv_heads", "block_size",
+//   "head_dim"}); int64_t num_tokens = check.size("num_tokens");
 class ArgumentChecker {
  public:
   explicit ArgumentChecker(const char* op) : op_(op) {}

@@ -1,8 +1,8 @@
 // One CPU kernel, several instruction sets, chosen at run time.
 //
 // A CPU kernel lives in a file *_cpu.cpp that CMake compiles once per instruction set, with CPU_ISA
-// set to its name. The file defines its functions inside `namespace pagedinfer::CPU_ISA`; its header
-// declares them with PAGEDINFER_FOR_EACH_ISA and callers choose with PAGEDINFER_CPU_KERNEL.
+// set to its name. The file defines its functions inside `namespace pagedinfer::CPU_ISA`; its
+// header declares them with PAGEDINFER_FOR_EACH_ISA and callers choose with PAGEDINFER_CPU_KERNEL.
 //
 // Such a file uses raw pointers and plain loops and includes no header with non-inlined templates
 // (no std containers, no torch): the linker keeps one copy of an inline function, and it might keep
@@ -30,11 +30,10 @@ CpuIsa cpu_isa();
   namespace avx512 {                 \
   __VA_ARGS__                        \
   }
-#define PAGEDINFER_CPU_KERNEL(name)                                 \
-  (::pagedinfer::cpu_isa() == ::pagedinfer::CpuIsa::avx512          \
-       ? ::pagedinfer::avx512::name                                 \
-       : ::pagedinfer::cpu_isa() == ::pagedinfer::CpuIsa::avx2 ? ::pagedinfer::avx2::name \
-                                                               : ::pagedinfer::baseline::name)
+#define PAGEDINFER_CPU_KERNEL(name)                                                     \
+  (::pagedinfer::cpu_isa() == ::pagedinfer::CpuIsa::avx512 ? ::pagedinfer::avx512::name \
+   : ::pagedinfer::cpu_isa() == ::pagedinfer::CpuIsa::avx2 ? ::pagedinfer::avx2::name   \
+                                                           : ::pagedinfer::baseline::name)
 #else
 #define PAGEDINFER_FOR_EACH_ISA(...) \
   namespace baseline {               \

@@ -22,9 +22,10 @@ void check_cuda(const char* op, cudaError_t status) {
   cudaDriverGetVersion(&driver);
   cudaRuntimeGetVersion(&runtime);
   std::ostringstream message;
-  message << op << ": CUDA error: " << cudaGetErrorString(status) << " (" << cudaGetErrorName(status)
-          << "; driver supports CUDA " << driver / 1000 << '.' << driver % 1000 / 10
-          << ", built with " << runtime / 1000 << '.' << runtime % 1000 / 10 << ')';
+  message << op << ": CUDA error: " << cudaGetErrorString(status) << " ("
+          << cudaGetErrorName(status) << "; driver supports CUDA " << driver / 1000 << '.'
+          << driver % 1000 / 10 << ", built with " << runtime / 1000 << '.' << runtime % 1000 / 10
+          << ')';
   throw std::runtime_error(message.str());
 }
 

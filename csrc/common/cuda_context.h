@@ -10,7 +10,7 @@
 
 // A CPU build of torch lacks this symbol; weak, so that the library still loads there.
 extern "C" __attribute__((weak)) int32_t aoti_torch_get_current_cuda_stream(int32_t device_index,
-                                                                           void** ret_stream);
+                                                                            void** ret_stream);
 
 namespace pagedinfer {
 
