@@ -19,7 +19,7 @@ MAX_MODEL_LEN = 24
 
 
 class SchedulerMachine(RuleBasedStateMachine):
-    """Adds, forks, aborts, steps and resets; with or without a step in flight."""
+    """Adds, forks, aborts, steps and resets; with up to two steps in flight."""
 
     @initialize(
         limits=st.fixed_dictionaries(
@@ -36,9 +36,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             }
         ),
         spare=st.sampled_from([0, 1, 4, 40]),
-        overlap=st.booleans(),
+        overlap=st.integers(0, 2),
     )
-    def start(self, limits: dict[str, Any], spare: int, overlap: bool) -> None:
+    def start(self, limits: dict[str, Any], spare: int, overlap: int) -> None:
         num_blocks = -(-MAX_MODEL_LEN // limits["block_size"]) + spare
         self.rig = Rig(num_blocks=num_blocks, max_model_len=MAX_MODEL_LEN, **limits)
         self.scheduler = self.rig.scheduler
@@ -159,7 +159,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert len(set(ids)) == len(ids)
         assert not set(ids) & {request.request_id for request in preempted}
         for work in batch.requests:
-            assert scheduler.requests[work.request_id].slot == work.slot
+            request = scheduler.requests[work.request_id]
+            assert request.slot == work.slot
+            assert work.start + work.num_tokens < request.max_total_tokens, "KV that nobody will need"
         for victim in preempted:
             assert all(request.urgency < victim.urgency for request in scheduler.running), (
                 "somebody less urgent was spared"
@@ -193,7 +195,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert waiting == sorted(waiting, key=lambda request: request.urgency)
         assert {*running, *waiting} | {r for r in requests if r.fork_parent is not None} == set(requests)
         for request in requests:
-            assert request.status is not RequestStatus.SWAPPED or request.cpu_block_ids
+            assert (request.status is RequestStatus.SWAPPED) == bool(request.cpu_block_ids)
+            if not request.block_ids and not request.cpu_block_ids:
+                assert request.num_computed_tokens == 0
         stats = scheduler.stats()
         assert stats.num_running + stats.num_waiting + stats.num_swapped == len(requests)
         assert 0 <= stats.num_used_kv_tokens <= stats.num_allocated_kv_tokens
@@ -235,7 +239,7 @@ def run_trace(draw: random.Random) -> None:
         "admission_policy": draw.choice(["forecast", "greedy", "greedy"]),
         "long_prefill_token_threshold": draw.choice([0, 0, 3]),
     }
-    machine.start(limits=limits, spare=draw.choice([0, 0, 1, 3, 8]), overlap=draw.random() < 0.5)
+    machine.start(limits=limits, spare=draw.choice([0, 0, 1, 3, 8]), overlap=draw.randint(0, 2))
     for _ in range(draw.randint(10, 120)):
         random_call(machine, draw)
         machine.consistent()
