@@ -39,12 +39,16 @@ STABLE_TORCH_LIBRARY(pagedinfer, m) {
 
   // ---- sampler ----
   // Bytes of workspace that sample_tokens needs for these logits.
-  m.def("sample_tokens_workspace_size(Tensor logits) -> int");
-  // Temperature, top-k, top-p, min-p and the draw, each row with the parameters of its slot.
+  m.def("sample_tokens_workspace_size(Tensor logits, bool changes=False) -> int");
+  // Temperature, top-k, top-p, min-p and the draw, each row with the parameters of its slot; before
+  // that the masks, biases and penalties of slots whose `kinds` are not 0.
   m.def(
       "sample_tokens(Tensor logits, Tensor slots, Tensor temperature, Tensor top_k, Tensor top_p, "
       "Tensor min_p, Tensor seeds, Tensor positions, int vocab_size, Tensor(a!) workspace, "
-      "Tensor(b!) token_ids, Tensor(c!)? logprobs) -> ()");
+      "Tensor(b!) token_ids, Tensor(c!)? logprobs, Tensor? kinds=None, "
+      "Tensor? repetition_penalty=None, Tensor? presence_penalty=None, "
+      "Tensor? frequency_penalty=None, Tensor(d!)? token_counts=None, Tensor? bias_ids=None, "
+      "Tensor? bias=None, Tensor? allowed=None) -> ()");
   // Of each row one token's log-probability and rank, and the best tokens with theirs.
   m.def(
       "top_logprobs(Tensor logits, Tensor token_ids, int vocab_size, Tensor(a!) logprobs, "

@@ -33,11 +33,15 @@ void rotary_store_kv(const Tensor& positions, Tensor query, const Tensor& key, c
 void copy_blocks(Tensor kv_cache, const Tensor& mapping);
 void swap_blocks(const Tensor& source, Tensor destination, const Tensor& mapping);
 
-int64_t sample_tokens_workspace_size(const Tensor& logits);
+int64_t sample_tokens_workspace_size(const Tensor& logits, bool changes);
 void sample_tokens(const Tensor& logits, const Tensor& slots, const Tensor& temperature,
                    const Tensor& top_k, const Tensor& top_p, const Tensor& min_p,
                    const Tensor& seeds, const Tensor& positions, int64_t vocab_size,
-                   Tensor workspace, Tensor token_ids, std::optional<Tensor> logprobs);
+                   Tensor workspace, Tensor token_ids, std::optional<Tensor> logprobs,
+                   std::optional<Tensor> kinds, std::optional<Tensor> repetition_penalty,
+                   std::optional<Tensor> presence_penalty, std::optional<Tensor> frequency_penalty,
+                   std::optional<Tensor> token_counts, std::optional<Tensor> bias_ids,
+                   std::optional<Tensor> bias, std::optional<Tensor> allowed);
 void top_logprobs(const Tensor& logits, const Tensor& token_ids, int64_t vocab_size,
                   Tensor logprobs, Tensor ranks, Tensor top_ids, Tensor top_logprobs);
 

@@ -21,6 +21,7 @@ otherwise.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import IntFlag
 
 import torch
 from torch import Tensor
@@ -324,6 +325,61 @@ def _first_element(cache: Tensor, block: int) -> Tensor:
 # ---- sampler ---------------------------------------------------------------------------------------
 
 
+class LogitsChange(IntFlag):
+    """What changes a slot's logits."""
+
+    PENALTIES = 1
+    BIAS = 2
+    MASK = 4
+
+
+@dataclass(frozen=True, slots=True)
+class LogitsChanges:
+    """What changes the logits of some slots before they are sampled. By slot, on the logits' device.
+
+    In this order: tokens that the mask does not allow get -inf; biases are added; the repetition penalty
+    divides positive logits and multiplies others, of tokens in the prompt or generated; frequency_penalty
+    times the number of times that it was generated, and presence_penalty once, are subtracted from a
+    generated token's logit. All in float32, each operation rounded on its own.
+
+    `sample_tokens` counts the token it draws for a slot with penalties. Nothing needs to be uploaded for
+    a slot whose parameters stay as they are.
+    """
+
+    kinds: Tensor
+    """int32 [num_slots], each a `LogitsChange`; rows of slots with 0 are sampled as they are."""
+    repetition_penalty: Tensor
+    """float32 [num_slots], above 0; 1: off."""
+    presence_penalty: Tensor
+    """float32 [num_slots]; 0: off."""
+    frequency_penalty: Tensor
+    """float32 [num_slots]; 0: off."""
+    bias_ids: Tensor
+    """int32 [num_slots, max_biases], the tokens that have a bias, each once; -1: unused."""
+    bias: Tensor
+    """float32 [num_slots, max_biases], finite or -inf, which bans the token."""
+    token_counts: Tensor | None = None
+    """int16 [num_slots, vocabulary or more], kept up to date: how often a token was generated in the low
+    15 bits; the sign bit says that it is in the prompt. See `set_token_counts`. None: no slot has
+    penalties."""
+    allowed: Tensor | None = None
+    """int32 [num_slots, vocabulary / 32 or more]: bit i % 32 of word i // 32 is set if token i may be
+    drawn. None: no slot has a mask."""
+
+
+def set_token_counts(token_counts: Tensor, slot: int, prompt_ids: Tensor, generated_ids: Tensor) -> None:
+    """Starts a slot's counts for `LogitsChanges`, from what is known of its request.
+
+    Args:
+        token_counts: int16 [num_slots, vocabulary or more]; row `slot` is written.
+        prompt_ids, generated_ids: int64 [n], on the device of the counts.
+    """
+    columns = token_counts.shape[1]
+    counts = torch.bincount(generated_ids, minlength=columns).clamp_(max=0x7FFF).to(torch.int16)
+    counts[prompt_ids] |= -0x8000
+    token_counts[slot] = counts
+
+
 def sample_tokens(
     logits: Tensor,
     slots: Tensor,
@@ -338,6 +394,7 @@ def sample_tokens(
     token_ids: Tensor | None = None,
     logprobs: Tensor | None = None,
     workspace: Tensor | None = None,
+    changes: LogitsChanges | None = None,
 ) -> Tensor:
     """Draws one token for each row of logits, each row with the parameters of its slot.
 
@@ -362,17 +419,19 @@ def sample_tokens(
         logprobs: float32 [num_rows], written if given: the drawn token's log-probability under
             softmax(logits), before temperature and filters; 0 for padding, NaN for a row that cannot be
             sampled.
-        workspace: uint8 [sample_tokens_workspace_size(logits)]; allocated if not given.
+        workspace: uint8 [sample_tokens_workspace_size(logits, changes=...)]; allocated if not given.
+        changes: penalties, biases and masks of some slots; its token_counts are written.
 
     Returns:
         `token_ids`: the drawn ids; -1 for padding and for a row that cannot be sampled (one that holds NaN
-        or +inf, or nothing but -inf).
+        or +inf, or nothing but -inf, after the changes).
 
     Raises:
         ValueError: shapes, dtypes, devices or strides that do not fit.
     """
     if workspace is None:
-        workspace = torch.empty(sample_tokens_workspace_size(logits), dtype=torch.uint8, device=logits.device)
+        size = sample_tokens_workspace_size(logits, changes=changes is not None)
+        workspace = torch.empty(size, dtype=torch.uint8, device=logits.device)
     if token_ids is None:
         token_ids = torch.empty(logits.shape[:1], dtype=torch.int64, device=logits.device)
     _ops.sample_tokens(
@@ -388,13 +447,33 @@ def sample_tokens(
         workspace,
         token_ids,
         logprobs,
+        *_tensors_of(changes),
     )
     return token_ids
 
 
-def sample_tokens_workspace_size(logits: Tensor) -> int:
-    """Bytes of workspace that `sample_tokens` needs for logits of this shape on this device."""
-    return int(_ops.sample_tokens_workspace_size(logits))
+def _tensors_of(changes: LogitsChanges | None) -> tuple[Tensor | None, ...]:
+    """In the order of the op's arguments."""
+    if changes is None:
+        return (None,) * 8
+    return (
+        changes.kinds,
+        changes.repetition_penalty,
+        changes.presence_penalty,
+        changes.frequency_penalty,
+        changes.token_counts,
+        changes.bias_ids,
+        changes.bias,
+        changes.allowed,
+    )
+
+
+def sample_tokens_workspace_size(logits: Tensor, *, changes: bool = False) -> int:
+    """Bytes of workspace that `sample_tokens` needs for logits of this shape, with `changes` or without.
+
+    With changes it is one float32 for each of the logits; without, nothing.
+    """
+    return int(_ops.sample_tokens_workspace_size(logits, changes))
 
 
 MAX_TOP_LOGPROBS = 1024

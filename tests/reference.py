@@ -12,6 +12,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from pagedinfer.ops import LogitsChange, LogitsChanges
+
 # ---- attention -------------------------------------------------------------------------------------
 
 
@@ -189,6 +191,30 @@ def sample_row(
     return int(kept[np.searchsorted(sums, np.uint64(r), side="right")])
 
 
+def changed_logits(x: Float32, slot: int, changes: LogitsChanges) -> Float32:
+    """What a slot's mask, biases and penalties make of one row of logits."""
+    y = x.copy()
+    kinds = LogitsChange(int(changes.kinds[slot]))
+    banned = np.zeros(len(x), bool)
+    if LogitsChange.MASK in kinds and changes.allowed is not None:
+        words = changes.allowed[slot].cpu().numpy().view(np.uint32)
+        banned = ~np.unpackbits(words.view(np.uint8), bitorder="little")[: len(x)].astype(bool)
+    if LogitsChange.BIAS in kinds:
+        for token, bias in zip(changes.bias_ids[slot].tolist(), changes.bias[slot].tolist(), strict=True):
+            if 0 <= token < len(x):
+                y[token] += np.float32(bias)
+    if LogitsChange.PENALTIES in kinds and changes.token_counts is not None:
+        counts = changes.token_counts[slot, : len(x)].cpu().numpy()
+        repetition, presence, frequency = (
+            np.float32(penalty[slot].item())
+            for penalty in (changes.repetition_penalty, changes.presence_penalty, changes.frequency_penalty)
+        )
+        seen, times = counts != 0, counts & 0x7FFF
+        y = np.where(seen, np.where(y > 0, y / repetition, y * repetition), y)
+        y = np.where(times > 0, y - frequency * times.astype(np.float32) - presence, y)
+    return np.where(banned, np.float32(-np.inf), y)
+
+
 def sample_tokens(
     logits: Tensor,
     slots: Tensor,
@@ -200,8 +226,9 @@ def sample_tokens(
     seeds: Tensor,
     positions: Tensor,
     vocab_size: int | None = None,
+    changes: LogitsChanges | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The drawn ids, and their log-probabilities in float64."""
+    """The drawn ids, and their log-probabilities in float64. Counts nothing."""
     x = logits[:, :vocab_size].float().cpu()
     token_ids = torch.full((len(x),), -1, dtype=torch.int64)
     logprobs = torch.zeros(len(x), dtype=torch.float64)
@@ -209,7 +236,8 @@ def sample_tokens(
         if slot < 0:
             continue
         parameters = (p[slot].item() for p in (temperature, top_k, top_p, min_p, seeds, positions))
-        token_ids[row] = token = sample_row(x[row].numpy(), *parameters)
+        changed = x[row].numpy() if changes is None else changed_logits(x[row].numpy(), slot, changes)
+        token_ids[row] = token = sample_row(changed, *parameters)
         logprobs[row] = x[row].double().log_softmax(-1)[token] if token >= 0 else math.nan
     return token_ids, logprobs
 

@@ -21,14 +21,13 @@ struct RowDraw : RowBoundary<T, kAligned> {
     return kept ? weight_of(e) : 0;
   }
 
-  // Draws from the kept tokens and calls write(code) in one thread of the team.
-  template <typename Write>
-  __device__ void draw(uint64_t boundary, const Write& write) {
+  // Draws from the kept tokens. One thread of the team gets the token's code, the others kLastCode.
+  __device__ uint64_t draw(uint64_t boundary) {
     Team::sync();
     if (warp_index() == 0) choose_stretch();
     __syncthreads();
     const int stretch = shared.drawn_warp;
-    if (stretch / kWarps != Team::rank()) return;
+    if (stretch / kWarps != Team::rank()) return kLastCode;
 
     // Each warp sums a part of the stretch; the first then looks through the part that was hit.
     const int begin = row.stretch_begin(stretch), end = row.stretch_end(stretch);
@@ -45,11 +44,11 @@ struct RowDraw : RowBoundary<T, kAligned> {
     sum = warp_sum(sum);
     if (lane_index() == 0) shared.scratch[warp_index()] = sum;
     __syncthreads();
-    if (warp_index() > 0) return;
+    if (warp_index() > 0) return kLastCode;
     uint64_t random = shared.random;
     int part = 0;
     while (random >= shared.scratch[part]) random -= shared.scratch[part++];
-    draw_within(begin + part * each, end, boundary, random, write);
+    return draw_within(begin + part * each, end, boundary, random);
   }
 
   // The stretch in which the random number falls, and how far into it. The first warp.
@@ -84,10 +83,8 @@ struct RowDraw : RowBoundary<T, kAligned> {
   }
 
   // Walks vectors from `begin` on, 32 at a time, until the running weight exceeds `random`. One
-  // warp.
-  template <typename Write>
-  __device__ void draw_within(int begin, int end, uint64_t boundary, uint64_t random,
-                              const Write& write) const {
+  // warp; the lane that finds the token gets its code.
+  __device__ uint64_t draw_within(int begin, int end, uint64_t boundary, uint64_t random) const {
     for (int step = begin; step < end; step += kWarpSize) {
       const int vector = step + lane_index();
       float x[kVector];
@@ -104,20 +101,19 @@ struct RowDraw : RowBoundary<T, kAligned> {
         random -= total;
         continue;
       }
-      if (random < through && random >= through - sum) {
-        random -= through - sum;
-        bool found = false;
+      if (random >= through || random < through - sum) return kLastCode;
+      random -= through - sum;
+      uint64_t code = kLastCode;
 #pragma unroll
-        for (int i = 0; i < kVector; ++i) {
-          if (!found && random < weights[i]) {
-            write(order_code(x[i], row.first_column(vector) + i));
-            found = true;
-          }
-          if (!found) random -= weights[i];
+      for (int i = 0; i < kVector; ++i) {
+        if (code == kLastCode) {
+          if (random < weights[i]) code = order_code(x[i], row.first_column(vector) + i);
+          random -= weights[i];
         }
       }
-      return;
+      return code;
     }
+    return kLastCode;
   }
 };
 

@@ -3,6 +3,7 @@
 #include "common/check.h"
 #include "common/cuda_context.h"
 #include "ops.h"
+#include "sampler/change_logits_checks.h"
 #include "sampler/sample_tokens_cuda.h"
 #include "sampler/sampling_math.h"
 
@@ -17,19 +18,22 @@ const T* data_of(const Tensor& tensor) {
 
 }  // namespace
 
-// Both devices do with registers, shared memory and the stack. The argument is there for what may
-// come to need more.
-int64_t sample_tokens_workspace_size(const Tensor& logits) {
+// Nothing but changed rows needs it: registers, shared memory and the stack do for the rest.
+int64_t sample_tokens_workspace_size(const Tensor& logits, bool changes) {
   ArgumentChecker check("sample_tokens");
   check.shape("logits", logits, {"num_rows", "columns"});
   check.float_dtype("logits", logits);
-  return 0;
+  return changes ? changed_logits_bytes(check.size("num_rows"), check.size("columns")) : 0;
 }
 
 void sample_tokens(const Tensor& logits, const Tensor& slots, const Tensor& temperature,
                    const Tensor& top_k, const Tensor& top_p, const Tensor& min_p,
                    const Tensor& seeds, const Tensor& positions, int64_t vocab_size,
-                   Tensor workspace, Tensor token_ids, std::optional<Tensor> logprobs) {
+                   Tensor workspace, Tensor token_ids, std::optional<Tensor> logprobs,
+                   std::optional<Tensor> kinds, std::optional<Tensor> repetition_penalty,
+                   std::optional<Tensor> presence_penalty, std::optional<Tensor> frequency_penalty,
+                   std::optional<Tensor> token_counts, std::optional<Tensor> bias_ids,
+                   std::optional<Tensor> bias, std::optional<Tensor> allowed) {
   ArgumentChecker check("sample_tokens");
   check.shape("logits", logits, {"num_rows", "columns"});
   check.shape("slots", slots, {"num_rows"});
@@ -72,7 +76,13 @@ void sample_tokens(const Tensor& logits, const Tensor& slots, const Tensor& temp
   PAGEDINFER_CHECK(vocab_size <= sampling::kMaxVocabSize, "sample_tokens: vocab_size is ",
                    vocab_size, "; expected at most ", sampling::kMaxVocabSize);
 
-  const SampleTokensParams params{
+  const ChangeLogitsParams changes =
+      check_changes(check,
+                    {kinds, repetition_penalty, presence_penalty, frequency_penalty, token_counts,
+                     bias_ids, bias, allowed},
+                    vocab_size, workspace);
+
+  SampleTokensParams params{
       .logits = logits.const_data_ptr(),
       .slots = data_of<int32_t>(slots),
       .temperature = data_of<float>(temperature),
@@ -89,7 +99,16 @@ void sample_tokens(const Tensor& logits, const Tensor& slots, const Tensor& temp
       .num_slots = check.size("num_slots"),
       .vocab_size = vocab_size,
       .dtype = dtype,
+      .changes = changes,
+      .of_changed_rows = false,
   };
+  params.changes.logits = params.logits;
+  params.changes.slots = params.slots;
+  params.changes.row_stride = params.row_stride;
+  params.changes.num_rows = params.num_rows;
+  params.changes.num_slots = params.num_slots;
+  params.changes.vocab_size = params.vocab_size;
+  params.changes.dtype = params.dtype;
   if (params.num_rows == 0) return;
 
   if (is_cpu(logits)) {

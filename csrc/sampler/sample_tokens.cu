@@ -20,9 +20,11 @@
 // last read of another's shared memory and the next write there.
 #include <cmath>
 
+#include "sampler/change_logits_cuda.h"
 #include "sampler/row_draw.cuh"
 #include "sampler/sample_tokens_cuda.h"
 #include "sampler/team_launch.cuh"
+#include "sampler/top_logprobs_cuda.h"
 
 namespace pagedinfer {
 
@@ -30,6 +32,7 @@ namespace {
 
 using namespace sampling;
 
+// Samples the rows whose slot changes its logits, or the others, padding among them.
 template <typename T, bool kAligned>
 __global__ void __launch_bounds__(kThreads, 2)
     sample_tokens_kernel(const __grid_constant__ SampleTokensParams p) {
@@ -41,6 +44,7 @@ __global__ void __launch_bounds__(kThreads, 2)
     if (p.logprobs != nullptr) p.logprobs[r] = logprob;
   };
   const int32_t slot = p.slots[r];
+  if (is_changed(p.changes.kinds, slot, p.num_slots) != p.of_changed_rows) return;
   if (slot < 0 || slot >= p.num_slots) {
     if (is_first_thread) write(-1, 0.0f);
     return;
@@ -72,16 +76,18 @@ __global__ void __launch_bounds__(kThreads, 2)
     if (is_first_thread) write(-1, NAN);
   } else {
     const uint64_t raw_total = p.logprobs == nullptr ? 0 : sampler.find_raw_total();
-    auto write_drawn = [&](uint64_t code) {
+    uint64_t drawn = kLastCode;  // in the one thread that writes
+    if (!greedy) {
+      drawn = sampler.draw(sampler.find_boundary(groups));
+    } else if (is_first_thread) {
+      drawn = first;
+    }
+    if (drawn != kLastCode) {
       const float logprob = p.logprobs == nullptr
                                 ? 0.0f
-                                : log_probability(logit_of_code(code), sampler.largest, raw_total);
-      write(id_of_code(code), logprob);
-    };
-    if (!greedy) {
-      sampler.draw(sampler.find_boundary(groups), write_drawn);
-    } else if (is_first_thread) {
-      write_drawn(first);
+                                : log_probability(logit_of_code(drawn), sampler.largest, raw_total);
+      write(id_of_code(drawn), logprob);
+      if (p.of_changed_rows) count_token(p.changes, slot, id_of_code(drawn));
     }
   }
   Team::sync();  // no block leaves while another may look at its shared memory
@@ -94,9 +100,7 @@ cudaError_t launch(const SampleTokensParams& params, cudaStream_t stream) {
                       params, params.num_rows, params.vocab_size * sizeof(T), stream);
 }
 
-}  // namespace
-
-cudaError_t launch_sample_tokens(const SampleTokensParams& params, cudaStream_t stream) {
+cudaError_t launch_of_dtype(const SampleTokensParams& params, cudaStream_t stream) {
   switch (params.dtype) {
     case DType::float32:
       return launch<float>(params, stream);
@@ -106,6 +110,42 @@ cudaError_t launch_sample_tokens(const SampleTokensParams& params, cudaStream_t 
       return launch<BFloat16>(params, stream);
   }
   return cudaErrorInvalidValue;
+}
+
+}  // namespace
+
+cudaError_t launch_sample_tokens(const SampleTokensParams& params, cudaStream_t stream) {
+  cudaError_t status = launch_of_dtype(params, stream);
+  if (status != cudaSuccess || params.changes.kinds == nullptr) return status;
+
+  // Rows that change: their new logits, tokens from those, log-probabilities from the old ones.
+  status = launch_change_logits(params.changes, stream);
+  if (status != cudaSuccess) return status;
+  SampleTokensParams changed = params;
+  changed.logits = params.changes.changed;
+  changed.row_stride = params.changes.changed_stride;
+  changed.dtype = DType::float32;
+  changed.logprobs = nullptr;
+  changed.of_changed_rows = true;
+  status = launch_of_dtype(changed, stream);
+  if (status != cudaSuccess || params.logprobs == nullptr) return status;
+  const TopLogprobsParams logprobs{
+      .logits = params.logits,
+      .token_ids = params.token_ids,
+      .logprobs = params.logprobs,
+      .ranks = nullptr,
+      .top_ids = nullptr,
+      .top_logprobs = nullptr,
+      .row_stride = params.row_stride,
+      .num_rows = params.num_rows,
+      .vocab_size = params.vocab_size,
+      .num_top = 0,
+      .dtype = params.dtype,
+      .slots = params.slots,
+      .kinds = params.changes.kinds,
+      .num_slots = params.num_slots,
+  };
+  return launch_top_logprobs(logprobs, stream);
 }
 
 }  // namespace pagedinfer

@@ -1,6 +1,7 @@
 // sample_tokens: one token for each row of logits, each row with the parameters of its slot.
 // sampling_math.h and token_order.h define the arithmetic; docs/sampling.md explains it.
 //
+//   changes   of some slots' logits, before all else: change_logits.h
 //   order     tokens by falling logit, ties by rising id
 //   greedy    the first of the order
 //   weights   W = exp((x - largest x) / temperature) as an integer
@@ -16,6 +17,7 @@
 
 #include "common/cpu_isa.h"
 #include "common/dtype.h"
+#include "sampler/change_logits.h"
 
 namespace pagedinfer {
 
@@ -33,6 +35,8 @@ struct SampleTokensParams {
   int64_t row_stride;
   int64_t num_rows, num_slots, vocab_size;
   DType dtype;
+  ChangeLogitsParams changes;  // kinds null: no slot changes its logits
+  bool of_changed_rows;        // CUDA: which rows a launch is for
 };
 
 PAGEDINFER_FOR_EACH_ISA(void sample_tokens_cpu(const SampleTokensParams& params);)

@@ -48,6 +48,9 @@ void top_logprobs(const Tensor& logits, const Tensor& token_ids, int64_t vocab_s
       .vocab_size = vocab_size,
       .num_top = check.size("num_top"),
       .dtype = dtype,
+      .slots = nullptr,
+      .kinds = nullptr,
+      .num_slots = 0,
   };
   if (params.num_rows == 0) return;
   if (is_cpu(logits)) {

@@ -6,6 +6,7 @@
 // the token's rank and the list of the tokens up to the boundary. Shared memory: 42 KB a block.
 #include <cmath>
 
+#include "sampler/change_logits.h"
 #include "sampler/row_boundary.cuh"
 #include "sampler/team_launch.cuh"
 #include "sampler/top_logprobs_cuda.h"
@@ -72,13 +73,14 @@ __global__ void __launch_bounds__(kThreads, 2)
   auto write_nothing = [&] {
     if (is_first_thread) {
       p.logprobs[r] = NAN;
-      p.ranks[r] = 0;
+      if (p.ranks != nullptr) p.ranks[r] = 0;
     }
     for (int64_t i = threadIdx.x; is_first_block && i < p.num_top; i += kThreads) {
       p.top_ids[r * p.num_top + i] = -1;
       p.top_logprobs[r * p.num_top + i] = NAN;
     }
   };
+  if (p.kinds != nullptr && !is_changed(p.kinds, p.slots[r], p.num_slots)) return;
   const int64_t token = p.token_ids[r];
   if (token < 0 || token >= p.vocab_size) {
     write_nothing();
@@ -104,7 +106,7 @@ __global__ void __launch_bounds__(kThreads, 2)
         sampler.sum_and_list(order_code(logit, static_cast<uint32_t>(token)), last, p.num_top > 0);
     if (is_first_thread) {
       p.logprobs[r] = log_probability(logit, sampler.largest, sums.total);
-      p.ranks[r] = static_cast<int64_t>(sums.rank);
+      if (p.ranks != nullptr) p.ranks[r] = static_cast<int64_t>(sums.rank);
     }
     const int size = merge_lists(shared.list, shared.merged);
     sort_codes(shared.merged, size);

@@ -23,12 +23,17 @@ struct TopLogprobsParams {
   const void* logits;  // dtype [num_rows, vocab_size and more], rows row_stride elements apart
   const int64_t* token_ids;  // [num_rows]
   float* logprobs;           // [num_rows], written
-  int64_t* ranks;            // [num_rows], written
+  int64_t* ranks;            // [num_rows] or null, written
   int64_t* top_ids;     // [num_rows, num_top], written: -1 where fewer tokens have a finite logit
   float* top_logprobs;  // [num_rows, num_top], written: -inf there
   int64_t row_stride;
   int64_t num_rows, vocab_size, num_top;
   DType dtype;
+  // If `kinds` is given, only rows whose slot changes its logits are looked at and written (see
+  // change_logits.h): what sample_tokens needs.
+  const int32_t* slots;  // [num_rows]
+  const int32_t* kinds;  // [num_slots] or null
+  int64_t num_slots;
 };
 
 PAGEDINFER_FOR_EACH_ISA(void top_logprobs_cpu(const TopLogprobsParams& params);)

@@ -57,6 +57,7 @@ class Sampler:
             positions=positions,
             vocab_size=self._vocab_size,
             logprobs=logprobs,
+            changes=None,
             **self._parameters,
         )
         return token_ids, logprobs
