@@ -14,7 +14,7 @@
 //               1 pass: that bin's tokens into the list, and the weights of all before them
 //   the draw    from the weights of each warp's stretch of the row; only one stretch is read again
 //
-// Shared memory: 43 KB a block. Row strides and addresses are free. Padding rows (slot -1) return
+// Shared memory: 42 KB a block. Row strides and addresses are free. Padding rows (slot -1) return
 // at once. Invariants: whatever decides is an integer or a comparison, so that neither the team's
 // size nor timing shows in the result; a barrier of the team (Team::sync) lies between a block's
 // last read of another's shared memory and the next write there.
