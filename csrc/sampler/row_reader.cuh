@@ -9,6 +9,7 @@
 #include <cuda_fp16.h>
 
 #include <cstdint>
+#include <type_traits>
 
 #include "sampler/team.cuh"
 #include "sampler/token_order.h"
@@ -92,23 +93,32 @@ struct Row {
   __device__ uint4 load(int vector, int end) const {
     const uint32_t none = minus_infinity(static_cast<const T*>(nullptr));
     uint4 raw = {none, none, none, none};
-    if (vector < end) raw = __ldg(vectors + vector);
-    return raw;
+    if (vector >= end) return raw;
+    if (!kAligned && (vector == 0 || vector == num_vectors - 1)) return load_end(vector);
+    return __ldg(vectors + vector);
   }
 
-  __device__ void columns(const uint4& raw, int vector, float (&x)[kVector]) const {
-    unpack(raw, x, static_cast<const T*>(nullptr));
-    if (kAligned) return;
-    if (vector > 0 && vector < num_vectors - 1) return;
+  // The same of the row's first or last vector, column by column: not a byte outside the row is read.
+  __device__ uint4 load_end(int vector) const {
+    using Bits = std::conditional_t<sizeof(T) == 4, uint32_t, uint16_t>;
+    const auto* row = reinterpret_cast<const Bits*>(vectors) + skipped;
+    const auto none = static_cast<Bits>(minus_infinity(static_cast<const T*>(nullptr)));
+    uint32_t words[4] = {};
 #pragma unroll
     for (int i = 0; i < kVector; ++i) {
       const int column = first_column(vector) + i;
-      if (column < 0 || column >= vocab_size) x[i] = -INFINITY;
+      const uint32_t bits = column < 0 || column >= vocab_size ? none : __ldg(row + column);
+      words[i * sizeof(T) / 4] |= bits << (i * sizeof(T) % 4 * 8);
     }
+    return {words[0], words[1], words[2], words[3]};
+  }
+
+  __device__ static void columns(const uint4& raw, float (&x)[kVector]) {
+    unpack(raw, x, static_cast<const T*>(nullptr));
   }
 
   __device__ void read(int vector, int end, float (&x)[kVector]) const {
-    columns(load(vector, end), vector, x);
+    columns(load(vector, end), x);
   }
 
   __device__ float logit(int column) const {
@@ -131,7 +141,7 @@ struct Row {
 #pragma unroll
       for (int i = 0; i < kInFlight; ++i) {
         float x[kVector];
-        columns(raw[i], vector + i * kWarpSize, x);
+        columns(raw[i], x);
         visit(vector + i * kWarpSize, x);
       }
     }
