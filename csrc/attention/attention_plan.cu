@@ -39,7 +39,7 @@ struct PlanKernelParams {
   const int32_t* query_start_loc;
   const int32_t* seq_lens;
   int32_t* plan;
-  int num_seqs, group, num_kv_heads, sliding_window, tile_rows, grid;
+  int num_seqs, group, num_kv_heads, sliding_window, grid;
   bool deterministic;
 };
 
@@ -126,8 +126,8 @@ __device__ PrefillTile prefill_tile(const PlanKernelParams& p, const int32_t* pr
   tile.query_start = p.query_start_loc[seq];
   tile.query_len = p.query_start_loc[seq + 1] - tile.query_start;
   tile.seq_len = p.seq_lens[seq];
-  tile.first_row = (index - prefill_begin[seq]) * p.tile_rows;
-  const int last_row = smaller(tile.first_row + p.tile_rows, tile.query_len * p.group) - 1;
+  tile.first_row = (index - prefill_begin[seq]) * kPrefillTileRows;
+  const int last_row = smaller(tile.first_row + kPrefillTileRows, tile.query_len * p.group) - 1;
   const int last_position = tile.seq_len - tile.query_len + last_row / p.group;
   const int first_position = tile.seq_len - tile.query_len + tile.first_row / p.group;
   const int begin = p.sliding_window > 0 ? larger(0, first_position - p.sliding_window + 1) : 0;
@@ -174,7 +174,7 @@ __global__ __launch_bounds__(kThreads) void attention_plan_kernel(
         mine.decode_seqs = 1;
         mine.tiles = units * s.num_tiles;
       } else if (s.query_len > 0) {
-        mine.prefill_tiles = ceil_div(s.query_len * p.group, p.tile_rows);
+        mine.prefill_tiles = ceil_div(s.query_len * p.group, kPrefillTileRows);
         atomicMax(&max_cost, ceil_div(s.seq_len, kTileTokens));
       }
     }
@@ -241,8 +241,8 @@ cudaError_t attention_plan_sizes_cuda(const AttentionPlanShape& shape, Attention
   if (cudaError_t status = device_limits(&limits); status != cudaSuccess) return status;
   const int grid = limits.decode_grid();
   const int64_t group = shape.num_heads / shape.num_kv_heads;
-  const int64_t prefill_tiles = max_prefill_tiles(shape.num_seqs, shape.num_tokens,
-                                                  shape.max_query_len, group, shape.head_dim);
+  const int64_t prefill_tiles =
+      max_prefill_tiles(shape.num_seqs, shape.num_tokens, shape.max_query_len, group);
   sizes->plan = PlanLayout(grid, shape.num_seqs).prefill_tiles +
                 prefill_tiles * static_cast<int64_t>(sizeof(PrefillTile) / kInts);
   // Of each row: head_dim sums, the maximum and the sum of the exponentials.
@@ -265,7 +265,6 @@ cudaError_t launch_attention_plan(const AttentionPlanParams& params, cudaStream_
       .group = static_cast<int>(shape.num_heads / shape.num_kv_heads),
       .num_kv_heads = static_cast<int>(shape.num_kv_heads),
       .sliding_window = window_of(params.sliding_window),
-      .tile_rows = prefill_tile_rows(static_cast<int>(shape.head_dim)),
       .grid = grid,
       .deterministic = params.deterministic,
   };

@@ -19,6 +19,10 @@ cudaError_t device_limits(DeviceLimits* limits) {
   auto ask = [&](int* value, cudaDeviceAttr attribute) {
     if (status == cudaSuccess) status = cudaDeviceGetAttribute(value, attribute, device);
   };
+  int major = 0, minor = 0;
+  ask(&major, cudaDevAttrComputeCapabilityMajor);
+  ask(&minor, cudaDevAttrComputeCapabilityMinor);
+  limits->compute_capability = major * 10 + minor;
   ask(&limits->num_sms, cudaDevAttrMultiProcessorCount);
   ask(&limits->shared_per_sm, cudaDevAttrMaxSharedMemoryPerMultiprocessor);
   ask(&limits->shared_per_block, cudaDevAttrMaxSharedMemoryPerBlockOptin);

@@ -10,6 +10,7 @@ namespace pagedinfer::attention {
 
 struct DeviceLimits {
   int num_sms;
+  int compute_capability;  // 90: 9.0
   // Bytes of shared memory: of a multiprocessor, of one block at most, and what the system takes of
   // each block's share.
   int shared_per_sm, shared_per_block, shared_reserved;

@@ -84,12 +84,15 @@ struct HeadPages {
   }
 };
 
-// A score as the softmax takes it (see ScoreScale). tanh(x) = 1 - 2 / (1 + e^2x) is exact to 1e-7,
-// of the score's scale of 1, where tanh.approx has 5e-4: with a cap of 50 that would be 2.5 % of a
-// weight.
+// tanh(s * inner) = 1 - 2 / (1 + e^2x) is exact to 1e-7 of the score's scale of 1, where
+// tanh.approx has 5e-4: with a cap of 50 that would be 2.5 % of a weight.
+__device__ __forceinline__ float capped_score(float s, float inner) {
+  return 1.0f - __fdividef(2.0f, 1.0f + __expf(2.0f * s * inner));
+}
+
+// A score as the softmax takes it (see ScoreScale).
 __device__ __forceinline__ float transformed_score(float s, const ScoreScale& score) {
-  const float x = s * score.inner;
-  return score.capped ? 1.0f - __fdividef(2.0f, 1.0f + __expf(2.0f * x)) : x;
+  return score.capped ? capped_score(s, score.inner) : s * score.inner;
 }
 
 }  // namespace pagedinfer::attention

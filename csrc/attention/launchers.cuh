@@ -3,6 +3,7 @@
 
 #include <cuda_runtime_api.h>
 
+#include "attention/device_limits.h"
 #include "attention/kernel_params.cuh"
 
 namespace pagedinfer::attention {
@@ -11,6 +12,9 @@ namespace pagedinfer::attention {
 cudaError_t launch_decode(const KernelParams& p, cudaStream_t stream);
 // Prefill tiles: fp16 and bf16, tensor cores through mma.sync.
 cudaError_t launch_prefill_mma(const KernelParams& p, cudaStream_t stream);
+// The same through wgmma, where prefill_wgmma_serves.
+bool prefill_wgmma_serves(const KernelParams& p, const DeviceLimits& limits);
+cudaError_t launch_prefill_wgmma(const KernelParams& p, cudaStream_t stream);
 // The same two for fp32: plain fused multiply-adds.
 cudaError_t launch_decode_fp32(const KernelParams& p, cudaStream_t stream);
 cudaError_t launch_prefill_fp32(const KernelParams& p, cudaStream_t stream);

@@ -103,6 +103,12 @@ __device__ __forceinline__ void multiply_add<__half>(float (&c)[4], const uint32
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
+__device__ __forceinline__ void store_shared(uint32_t to, uint4 v) {
+  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(v.x), "r"(v.y), "r"(v.z),
+               "r"(v.w)
+               : "memory");
+}
+
 // Two floats, rounded to nearest, as one register: `low` in the lower half.
 template <typename T>
 __device__ __forceinline__ uint32_t pack(float low, float high);

@@ -2,9 +2,11 @@
 // and the tensors, work_partition.h for what counts as decode and as prefill, and the kernels' own
 // files.
 //
-//   dtype         decode sequences, zero rows      prefill tiles
-//   fp16, bf16    paged_attention_decode.cu        paged_attention_prefill_mma.cu
-//   fp32          paged_attention_fp32.cu          paged_attention_fp32.cu
+//   dtype         decode sequences, zero rows   prefill tiles
+//   fp16, bf16    paged_attention_decode.cu     paged_attention_prefill_wgmma.cu where it can run:
+//                                               sm_90a, head_dim 64, 128, 256;
+//                                               else paged_attention_prefill_mma.cu
+//   fp32          paged_attention_fp32.cu       paged_attention_fp32.cu
 //
 // The decode kernel is always launched: only the device knows whether a batch has decode sequences
 // or padded rows. The prefill kernel is not where max_query_len says that there is nothing for it.
@@ -38,10 +40,10 @@ cudaError_t launch_paged_attention(const PagedAttentionParams& params, cudaStrea
       .stages = 0,
   };
   const bool fp32 = params.dtype == DType::float32;
-  if (max_prefill_tiles(params.num_seqs, params.num_tokens, params.max_query_len, group,
-                        params.head_dim) > 0) {
-    const cudaError_t status =
-        fp32 ? launch_prefill_fp32(p, stream) : launch_prefill_mma(p, stream);
+  if (max_prefill_tiles(params.num_seqs, params.num_tokens, params.max_query_len, group) > 0) {
+    const cudaError_t status = fp32                              ? launch_prefill_fp32(p, stream)
+                               : prefill_wgmma_serves(p, limits) ? launch_prefill_wgmma(p, stream)
+                                                                 : launch_prefill_mma(p, stream);
     if (status != cudaSuccess) return status;
   }
   return fp32 ? launch_decode_fp32(p, stream) : launch_decode(p, stream);

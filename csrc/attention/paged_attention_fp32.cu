@@ -277,7 +277,7 @@ __global__ __launch_bounds__(kThreads) void prefill_fp32_kernel(
     const __grid_constant__ KernelParams p) {
   extern __shared__ __align__(16) char bytes[];
   auto& shared = *reinterpret_cast<SharedTiles<HEAD_DIM>*>(bytes);
-  constexpr int kSubTiles = (HEAD_DIM > 128 ? 64 : 128) / kRows;  // of prefill_tile_rows(HEAD_DIM)
+  constexpr int kSubTiles = kPrefillTileRows / kRows;
   const PlanView plan(p);
   const int sub_tile = blockIdx.x % kSubTiles;
   const int kv_head = blockIdx.x / kSubTiles % static_cast<int>(p.op.num_kv_heads);
@@ -333,8 +333,8 @@ cudaError_t launch_decode_fp32(const KernelParams& p, cudaStream_t stream) {
 
 cudaError_t launch_prefill_fp32(const KernelParams& p, cudaStream_t stream) {
   const int64_t tiles =
-      max_prefill_tiles(p.op.num_seqs, p.op.num_tokens, p.op.max_query_len, p.group, p.op.head_dim);
-  const int64_t sub_tiles = prefill_tile_rows(static_cast<int>(p.op.head_dim)) / kRows;
+      max_prefill_tiles(p.op.num_seqs, p.op.num_tokens, p.op.max_query_len, p.group);
+  const int64_t sub_tiles = kPrefillTileRows / kRows;
   return dispatch_head_dim(p.op.head_dim, [&](auto head_dim) {
     return launch<head_dim.value>(prefill_fp32_kernel<head_dim.value>,
                                   tiles * p.op.num_kv_heads * sub_tiles, p, stream);

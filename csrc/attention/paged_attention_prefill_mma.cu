@@ -16,9 +16,9 @@
 // Grid: the most tiles that a batch of this shape can have x num_kv_heads; blocks past the plan's
 // count leave at once. The hardware hands out blocks in order: the longest tiles start first.
 //
-// A block owns M = prefill_tile_rows packed rows of one KV head. The query heads that share it lie
-// side by side, so that a short chunk fills the tile too. Each of its four warps owns M / 4 rows,
-// their softmax and their output.
+// A block owns M packed rows of one KV head: a tile of the plan, or half of one. The query heads
+// that share it lie side by side, so that a short chunk fills the tile too. Each of its four warps
+// owns M / 4 rows, their softmax and their output.
 //
 // Shared memory: Q [M]; two buffers of a tile's (K, V); the block ids of the next tiles. One
 // barrier a tile.
@@ -32,6 +32,7 @@
 #include "attention/launchers.cuh"
 #include "attention/mma_primitives.cuh"
 #include "attention/partial_results.cuh"
+#include "attention/prefill_work.cuh"
 
 namespace pagedinfer::attention {
 
@@ -43,7 +44,9 @@ constexpr int kMinBlockSize = 8;
 
 template <int HEAD_DIM>
 struct PrefillTraits {
-  static constexpr int kRows = HEAD_DIM > 128 ? 64 : 128;  // prefill_tile_rows(HEAD_DIM)
+  // Half a tile of the plan at a head_dim of 256: the accumulators would not fit.
+  static constexpr int kRows = HEAD_DIM > 128 ? kPrefillTileRows / 2 : kPrefillTileRows;
+  static constexpr int kSubTiles = kPrefillTileRows / kRows;
   static constexpr int kWarpRows = kRows / kWarps;
   static constexpr int kRowTiles = kWarpRows / 16;  // m16 tiles of a warp
   static constexpr int kKeys = HEAD_DIM > 128 ? 32 : 64;
@@ -52,28 +55,6 @@ struct PrefillTraits {
   static constexpr int kQueryBytes = kRows * Rows::kRowBytes;
   static constexpr int kKeyBytes = kKeys * Rows::kRowBytes;
   static constexpr int kSharedBytes = kQueryBytes + 2 * 2 * kKeyBytes;
-};
-
-// The rows of one block and the keys that they see.
-struct TileWork {
-  PrefillTile tile;
-  int kv_head, rows;             // rows: of the tile that exist
-  int key_begin;                 // keys from here on to the last row's are seen by some row
-  int all_see_from, all_see_to;  // keys in between are seen by every row
-  int first_tile, num_tiles;     // of keys
-
-  __device__ TileWork(const KernelParams& p, const PrefillTile& tile, int tile_rows, int tile_keys)
-      : tile(tile), kv_head(blockIdx.x % p.op.num_kv_heads) {
-    rows = smaller(tile_rows, tile.query_len * p.group - tile.first_row);
-    const int before = tile.seq_len - tile.query_len;
-    const int first_position = before + tile.first_row / p.group;
-    const int last_position = before + (tile.first_row + rows - 1) / p.group;
-    key_begin = p.window > 0 ? larger(0, first_position - p.window + 1) : 0;
-    all_see_from = p.window > 0 ? last_position - p.window + 1 : 0;
-    all_see_to = first_position;
-    first_tile = key_begin / tile_keys;
-    num_tiles = larger(0, ceil_div(last_position + 1, tile_keys) - first_tile);
-  }
 };
 
 template <typename T, int HEAD_DIM>
@@ -129,9 +110,14 @@ __global__ __launch_bounds__(kThreads,
   __shared__ int ids[2][Traits::kMaxIds];
 
   const PlanView plan(p);
-  const int tile_index = blockIdx.x / p.op.num_kv_heads;
+  const int heads = static_cast<int>(p.op.num_kv_heads);
+  const int sub_tile = blockIdx.x / heads;
+  const int tile_index = sub_tile / Traits::kSubTiles;
   if (tile_index >= plan.header->num_prefill_tiles) return;
-  const TileWork work(p, plan.prefill_tiles[tile_index], Traits::kRows, kKeys);
+  PrefillTile tile = plan.prefill_tiles[tile_index];
+  tile.first_row += sub_tile % Traits::kSubTiles * Traits::kRows;
+  if (tile.first_row >= tile.query_len * p.group) return;
+  const TileWork work(p, tile, blockIdx.x % heads, Traits::kRows, kKeys);
 
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const uint32_t queries = shared_address(shared);
@@ -212,14 +198,13 @@ __global__ __launch_bounds__(kThreads,
       }
     }
     const int first_key = key_tile * kKeys;
-    if (first_key + kKeys - 1 > work.all_see_to || first_key < work.all_see_from) {
+    if (work.is_masked(first_key, kKeys)) {
 #pragma unroll
       for (int r = 0; r < kRowTiles; ++r) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
           const int row = warp * Traits::kWarpRows + r * 16 + half * 8 + lane / 4;
-          const int last =
-              work.tile.seq_len - work.tile.query_len + (work.tile.first_row + row) / p.group;
+          const int last = work.last_key(p, row);
 #pragma unroll
           for (int c = 0; c < kKeyTiles; ++c) {
 #pragma unroll
@@ -342,8 +327,8 @@ cudaError_t launch(const KernelParams& p, cudaStream_t stream) {
       kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Traits::kSharedBytes);
   if (status != cudaSuccess) return status;
   const int64_t tiles =
-      max_prefill_tiles(p.op.num_seqs, p.op.num_tokens, p.op.max_query_len, p.group, HEAD_DIM);
-  const auto blocks = static_cast<unsigned>(tiles * p.op.num_kv_heads);
+      max_prefill_tiles(p.op.num_seqs, p.op.num_tokens, p.op.max_query_len, p.group);
+  const auto blocks = static_cast<unsigned>(tiles * Traits::kSubTiles * p.op.num_kv_heads);
   kernel<<<blocks, kThreads, Traits::kSharedBytes, stream>>>(p);
   return cudaGetLastError();
 }

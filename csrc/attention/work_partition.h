@@ -17,7 +17,7 @@
 // starts from an empty state, and chunks are always folded one after another from the left, so that
 // where a range ends does not show in the result.
 //
-// Prefill. Every other sequence is cut into tiles of prefill_tile_rows packed rows, each of which
+// Prefill. Every other sequence is cut into tiles of kPrefillTileRows packed rows, each of which
 // walks its keys alone.
 #pragma once
 
@@ -46,8 +46,7 @@ constexpr int kSlotsPerBlock = kMaxChunks + 1;
 // TB/s); one block with six stages reached 4.1.
 constexpr int kDecodeBlocksPerSM = 2;
 
-// Packed rows of a prefill tile. A head_dim of 256 has half: the accumulators would not fit.
-PAGEDINFER_HOST_DEVICE int prefill_tile_rows(int head_dim) { return head_dim > 128 ? 64 : 128; }
+constexpr int kPrefillTileRows = 128;  // packed rows of a prefill tile
 
 PAGEDINFER_HOST_DEVICE int ceil_div(int a, int b) { return (a + b - 1) / b; }
 PAGEDINFER_HOST_DEVICE int smaller(int a, int b) { return a < b ? a : b; }
@@ -196,7 +195,7 @@ struct alignas(8) ZeroRun {
   int first_row, num_rows;
 };
 
-// Rows first_row .. first_row + prefill_tile_rows - 1 of a sequence, for every KV head.
+// Rows first_row .. first_row + kPrefillTileRows - 1 of a sequence, for every KV head.
 struct alignas(16) PrefillTile {
   int seq;
   int query_start, query_len;
@@ -230,13 +229,13 @@ PAGEDINFER_HOST_DEVICE bool may_prefill(int64_t max_query_len, int64_t group) {
 
 // No batch of this shape has more prefill tiles (each one counts once for all KV heads).
 inline int64_t max_prefill_tiles(int64_t num_seqs, int64_t num_tokens, int64_t max_query_len,
-                                 int64_t group, int64_t head_dim) {
+                                 int64_t group) {
   if (!may_prefill(max_query_len, group)) return 0;
-  const int64_t tile_rows = prefill_tile_rows(static_cast<int>(head_dim));
   const int64_t rows = num_tokens * group;
-  const int64_t by_seqs = num_seqs * ((max_query_len * group + tile_rows - 1) / tile_rows);
+  const int64_t by_seqs =
+      num_seqs * ((max_query_len * group + kPrefillTileRows - 1) / kPrefillTileRows);
   const int64_t prefills = rows / (kDecodeRows + 1);
-  const int64_t by_rows = rows / tile_rows + (num_seqs < prefills ? num_seqs : prefills);
+  const int64_t by_rows = rows / kPrefillTileRows + (num_seqs < prefills ? num_seqs : prefills);
   return by_seqs < by_rows ? by_seqs : by_rows;
 }
 

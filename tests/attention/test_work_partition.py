@@ -94,20 +94,20 @@ int main() {
 
   // The bound on prefill tiles holds for random batches, and grows with each of its arguments.
   for (int the_case = 0; the_case < 3000; ++the_case) {
-    const int group = in(1, 20), num_seqs = in(1, 30), head_dim = in(0, 1) ? 256 : 128;
+    const int group = in(1, 20), num_seqs = in(1, 30);
     int longest = 1, tokens = 0, tiles = 0;
     for (int i = 0; i < num_seqs; ++i) {
       const int query_len = in(0, in(1, 300));
       longest = larger(longest, query_len);
       tokens += query_len;
       if (query_len > 0 && !is_decode(query_len, group)) {
-        tiles += ceil_div(query_len * group, prefill_tile_rows(head_dim));
+        tiles += ceil_div(query_len * group, kPrefillTileRows);
       }
     }
-    const auto bound = max_prefill_tiles(num_seqs, tokens, longest, group, head_dim);
+    const auto bound = max_prefill_tiles(num_seqs, tokens, longest, group);
     EXPECT(tiles <= bound);
     EXPECT(bound <= max_prefill_tiles(num_seqs + in(0, 3), tokens + in(0, 99), longest + in(0, 9),
-                                      group, head_dim));
+                                      group));
     EXPECT(may_prefill(longest, group) || tiles == 0);
   }
   std::puts("ok");

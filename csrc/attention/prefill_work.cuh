@@ -1,0 +1,41 @@
+// What a block of a prefill kernel does for one tile of the plan and one KV head.
+#pragma once
+
+#include "attention/kernel_params.cuh"
+
+namespace pagedinfer::attention {
+
+// The rows of one block and the keys that they see.
+struct TileWork {
+  PrefillTile tile;
+  int kv_head, rows;             // rows: of the tile that exist
+  int key_begin;                 // keys from here on to the last row's are seen by some row
+  int all_see_from, all_see_to;  // keys in between are seen by every row
+  int first_tile, num_tiles;     // of keys
+
+  __device__ __forceinline__ TileWork(const KernelParams& p, const PrefillTile& tile, int kv_head,
+                                      int tile_rows, int tile_keys)
+      : tile(tile), kv_head(kv_head) {
+    rows = smaller(tile_rows, tile.query_len * p.group - tile.first_row);
+    const int before = tile.seq_len - tile.query_len;
+    const int first_position = before + tile.first_row / p.group;
+    const int last_position = before + (tile.first_row + rows - 1) / p.group;
+    key_begin = p.window > 0 ? larger(0, first_position - p.window + 1) : 0;
+    all_see_from = p.window > 0 ? last_position - p.window + 1 : 0;
+    all_see_to = first_position;
+    first_tile = key_begin / tile_keys;
+    num_tiles = larger(0, ceil_div(last_position + 1, tile_keys) - first_tile);
+  }
+
+  // The last key that a row of the tile sees; rows that do not exist are counted on.
+  __device__ __forceinline__ int last_key(const KernelParams& p, int row) const {
+    return tile.seq_len - tile.query_len + (tile.first_row + row) / p.group;
+  }
+
+  // Whether some row does not see all keys of a tile.
+  __device__ __forceinline__ bool is_masked(int first_key, int tile_keys) const {
+    return first_key + tile_keys - 1 > all_see_to || first_key < all_see_from;
+  }
+};
+
+}  // namespace pagedinfer::attention
