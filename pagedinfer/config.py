@@ -44,13 +44,14 @@ class EngineConfig:
     long_prefill_token_threshold: int = 0  # tokens a step; 0: no cap
     preemption_mode: Literal["auto", "swap", "recompute"] = "auto"
     swap_space: float | None = None  # GiB of CPU memory
+    enforce_eager: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dtype", _DTYPE_ALIASES.get(self.dtype, self.dtype))
         _check_path("model", self.model)
         if self.tokenizer is not None:
             _check_path("tokenizer", self.tokenizer)
-        for name in ("skip_tokenizer_init", "enable_prefix_caching"):
+        for name in ("skip_tokenizer_init", "enable_prefix_caching", "enforce_eager"):
             _check_bool(name, getattr(self, name))
         _check_choice("dtype", self.dtype, ("auto", *DTYPES))
         _check_choice("load_format", self.load_format, ("auto", "safetensors", "dummy"))

@@ -64,6 +64,8 @@ class LLM:
         preemption_mode: what happens to a running request whose blocks another one needs: "swap" moves them
             to CPU memory, "recompute" drops them, "auto" takes the cheaper.
         swap_space: GiB of CPU memory to swap to. By default 4 with a GPU, 0 without.
+        enforce_eager: on a GPU, launch every step kernel by kernel, instead of replaying CUDA graphs for
+            steps of decodes alone. It saves the time and memory of capturing; small batches are slower.
 
     Raises:
         TypeError: an unknown parameter; the message suggests the nearest known one.
@@ -96,6 +98,7 @@ class LLM:
         long_prefill_token_threshold: int = 0,
         preemption_mode: Literal["auto", "swap", "recompute"] = "auto",
         swap_space: float | None = None,
+        enforce_eager: bool = False,
         **unknown: Any,
     ) -> None:
         for name in unknown:
@@ -120,6 +123,7 @@ class LLM:
             long_prefill_token_threshold=long_prefill_token_threshold,
             preemption_mode=preemption_mode,
             swap_space=swap_space,
+            enforce_eager=enforce_eager,
         )
         self.llm_engine = LLMEngine(config)
         self._request_ids = (str(number) for number in itertools.count())

@@ -44,6 +44,7 @@ def test_defaults_are_valid() -> None:
         ("long_prefill_token_threshold", -1),
         ("scheduling_policy", "lifo"),
         ("preemption_mode", "abort"),
+        ("enforce_eager", 1),
         ("swap_space", -1.0),
         ("swap_space", float("inf")),
     ],

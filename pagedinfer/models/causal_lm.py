@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from pagedinfer.layers.attention import AttentionBatch
 from pagedinfer.layers.embedding import LanguageModelHead
+from pagedinfer.layers.moe import Experts
 
 
 class CausalLM(nn.Module):
@@ -26,6 +27,11 @@ class CausalLM(nn.Module):
     """Patterns of names that checkpoints may hold and nothing needs."""
 
     lm_head: LanguageModelHead
+
+    @property
+    def can_be_captured(self) -> bool:
+        """Whether a CUDA graph can hold a step: nothing in it waits for the device."""
+        return not any(isinstance(module, Experts) for module in self.modules())
 
     def forward(
         self, input_ids: Tensor, positions: Tensor, kv_cache: Tensor, attention: AttentionBatch

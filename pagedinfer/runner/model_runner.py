@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
 from pagedinfer import ops
-from pagedinfer.engine.batch import Batch, StepOutput
+from pagedinfer.engine.batch import Batch
 from pagedinfer.layers.attention import AttentionBatch
 from pagedinfer.models.causal_lm import CausalLM
 from pagedinfer.models.model_config import ModelConfig
+from pagedinfer.runner.cuda_graphs import DecodeGraphs
 from pagedinfer.runner.input_batch import InputBatch, StepInputs
 from pagedinfer.runner.kv_cache import KVCache
 from pagedinfer.runner.sampler import Sampler
+from pagedinfer.runner.step_result import DrawnTokens, StepResult
 
 
 @contextmanager
@@ -32,26 +35,12 @@ def _full_float32() -> Iterator[None]:
         torch.set_float32_matmul_precision(before)
 
 
-class StepResult:
-    """What a step drew, on its way to the host."""
-
-    def __init__(self, token_ids: Tensor, logprobs: Tensor) -> None:
-        self._token_ids = token_ids.to("cpu", non_blocking=True)
-        self._logprobs = logprobs.to("cpu", non_blocking=True)
-        self._ready: torch.cuda.Event | None = None
-        if token_ids.is_cuda:
-            self._ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._ready.record()
-
-    def result(self) -> StepOutput:
-        """Waits for the step's end."""
-        if self._ready is not None:
-            self._ready.synchronize()
-        return StepOutput(self._token_ids.numpy(), self._logprobs.numpy())
-
-
 class ModelRunner:
-    """A model, its KV cache and the state of the requests in its slots."""
+    """A model, its KV cache and the state of the requests in its slots.
+
+    Steps of decodes alone are padded to one of `decode_sizes` and run as CUDA graphs on a GPU. Other steps,
+    and all if there are no sizes, are run as they are.
+    """
 
     def __init__(
         self,
@@ -62,6 +51,7 @@ class ModelRunner:
         max_num_seqs: int,
         max_model_len: int,
         device: torch.device,
+        decode_sizes: Sequence[int] = (),
     ) -> None:
         self._model = model
         self._config = config
@@ -75,6 +65,7 @@ class ModelRunner:
             device=device,
         )
         self._sampler = Sampler(max_num_seqs=max_num_seqs, vocab_size=config.vocab_size, device=device)
+        self._graphs = DecodeGraphs(decode_sizes, device)
 
     @torch.inference_mode()
     def execute(self, batch: Batch) -> StepResult:
@@ -84,32 +75,49 @@ class ModelRunner:
         for admitted in batch.admitted:
             self._inputs.admit(admitted)
             self._sampler.set(admitted.slot, admitted.sampling_params, admitted.seed)
+        self._cache.move(batch)
+        self._sampler.upload()
+        if len(batch.requests) <= self._graphs.max_rows:
+            packed = self._inputs.pack_decodes(batch)
+            if packed is not None:
+                return self._graphs.run(packed, self._decode)
+        return self._run(batch)
+
+    def _run(self, batch: Batch) -> StepResult:
+        """Any step, without padding."""
         for request in batch.requests:
             if request.new_block_ids:
                 self._inputs.append_blocks(request.slot, request.new_block_ids)
-        self._cache.move(batch)
-        if not batch.requests:
-            return self._nothing_drawn()
-        inputs = self._inputs.prepare(batch)
-        logits = self._compute_logits(inputs)
-        if logits is None:
-            return self._nothing_drawn()
-        token_ids, logprobs = self._sampler.sample(logits, inputs.sample_slots, inputs.output_positions)
-        self._inputs.set_last_tokens(inputs.sample_slots, token_ids)
-        return StepResult(token_ids, logprobs)
+        num_sampled = sum(request.sample for request in batch.requests)
+        drawn = DrawnTokens(num_sampled, self._device)
+        if batch.requests:
+            inputs = self._inputs.prepare(batch)
+            self._draw(inputs, self._compute_logits(inputs), drawn)
+        return StepResult(drawn, num_sampled)
 
-    def _nothing_drawn(self) -> StepResult:
-        return StepResult(
-            torch.empty(0, dtype=torch.int64, device=self._device),
-            torch.empty(0, dtype=torch.float32, device=self._device),
-        )
+    def _decode(self, packed: Tensor, drawn: DrawnTokens) -> None:
+        """A step of decodes alone; see `InputBatch.prepare_decodes`."""
+        inputs = self._inputs.prepare_decodes(packed)
+        self._draw(inputs, self._compute_logits(inputs), drawn)
+
+    def _draw(self, inputs: StepInputs, logits: Tensor | None, drawn: DrawnTokens) -> None:
+        if logits is not None:
+            self._sampler.sample(logits, inputs.sample_slots, inputs.output_positions, drawn)
+            self._inputs.set_last_tokens(inputs.sample_slots, drawn.token_ids)
+
+    @torch.inference_mode()
+    def capture_graphs(self, sizes: Sequence[int], *, seconds: float = math.inf) -> int:
+        """See `DecodeGraphs.capture`."""
+        self._sampler.upload()
+        return self._graphs.capture(sizes, self._decode, seconds=seconds)
 
     def take_swap_timings(self) -> list[tuple[int, float]]:
         """See `KVCache.take_swap_timings`."""
         return self._cache.take_swap_timings()
 
     def close(self) -> None:
-        """See `KVCache.close`."""
+        """Drops the graphs and unpins the CPU blocks; nothing may be under way."""
+        self._graphs.close()
         self._cache.close()
 
     @torch.inference_mode()
@@ -118,11 +126,11 @@ class ModelRunner:
         for admitted in batch.admitted:
             self._inputs.admit(admitted)
             self._sampler.set(admitted.slot, admitted.sampling_params, admitted.seed)
+        self._sampler.upload()
         inputs = self._inputs.prepare(batch)
         inputs.slot_mapping.fill_(-1)
-        logits = self._compute_logits(inputs)
-        if logits is not None:
-            self._sampler.sample(logits, inputs.sample_slots, inputs.output_positions)
+        drawn = DrawnTokens(inputs.sample_slots.shape[0], self._device)
+        self._draw(inputs, self._compute_logits(inputs), drawn)
 
     def _compute_logits(self, inputs: StepInputs) -> Tensor | None:
         """Runs the model; the logits of the rows that draw, [S, padded vocabulary], None if none does."""

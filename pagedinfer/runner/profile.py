@@ -59,12 +59,15 @@ class GpuMemoryMeter:
         """The most bytes that torch's allocator has held, beyond what it held at the beginning."""
         return torch.cuda.max_memory_reserved(self._device) - self._reserved
 
+    def held(self) -> int:
+        """Bytes that torch's allocator holds now, beyond what it held at the beginning."""
+        return torch.cuda.memory_reserved(self._device) - self._reserved
+
     def outside_torch(self) -> int:
         """Bytes gone that torch's allocator does not hold: kernels, cuBLAS, another process that came."""
         torch.cuda.synchronize(self._device)
         free, _ = torch.cuda.mem_get_info(self._device)
-        held = torch.cuda.memory_reserved(self._device) - self._reserved
-        return max(0, self.free - free - held)
+        return max(0, self.free - free - self.held())
 
 
 def margin(peak_activations: int) -> int:

@@ -17,9 +17,10 @@ from pagedinfer.models.causal_lm import CausalLM
 from pagedinfer.models.model_config import ModelConfig
 from pagedinfer.models.registry import build_model
 from pagedinfer.models.weights import load_weights
+from pagedinfer.runner.cuda_graphs import decode_sizes
 from pagedinfer.runner.device import resolve_device, resolve_dtype
 from pagedinfer.runner.kv_cache import KVCache, KVCacheShape
-from pagedinfer.runner.memory import GIB, KVCacheSize, Memory, cpu_memory, describe_bytes, size_kv_cache
+from pagedinfer.runner.memory import GIB, MIB, KVCacheSize, Memory, cpu_memory, describe_bytes, size_kv_cache
 from pagedinfer.runner.model_runner import ModelRunner
 from pagedinfer.runner.profile import GpuMemoryMeter, largest_batch, margin
 
@@ -27,6 +28,8 @@ logger = get_logger(__name__)
 
 _LARGE_GPU = 70 * GIB
 _DEFAULT_SWAP_SPACE = 4 * GIB
+_LEAST_GRAPH_BYTES = MIB // 2
+_CAPTURE_SECONDS = 3.0  # at the start; graphs that are left are captured when they are first needed
 
 
 class Worker:
@@ -64,6 +67,7 @@ class Worker:
         self.num_blocks = size.num_blocks
         self.num_cpu_blocks = self._swap_space() // self._shape.block_bytes
         self._runner = self._make_runner(self.num_blocks, self.num_cpu_blocks, self.max_model_len)
+        self._capture_graphs()
         num_tokens = self.num_blocks * config.block_size
         logger.info(
             "KV cache: %s tokens (%s blocks, %s); %.1f requests of %s tokens at once",
@@ -139,6 +143,28 @@ class Worker:
         )
         return model
 
+    def _decode_sizes(self) -> list[int]:
+        """The sizes that steps of decodes are padded to; none: no CUDA graphs."""
+        if self.device.type != "cuda" or self._config.enforce_eager:
+            return []
+        if not self._model.can_be_captured:
+            logger.info("no CUDA graphs: a step of %s waits for the device", self._model_config.architecture)
+            return []
+        return decode_sizes(self.max_num_seqs)
+
+    def _capture_graphs(self) -> None:
+        sizes = self._decode_sizes()
+        if not sizes:
+            return
+        started = time.monotonic()
+        count = self._runner.capture_graphs([sizes[-1], *sizes[:-1]], seconds=_CAPTURE_SECONDS)
+        logger.info(
+            "CUDA graphs: %d of %d decode sizes captured in %.1f s",
+            count,
+            len(sizes),
+            time.monotonic() - started,
+        )
+
     def _make_runner(self, num_blocks: int, num_cpu_blocks: int, max_model_len: int) -> ModelRunner:
         cache = KVCache(self._shape, num_blocks=num_blocks, num_cpu_blocks=num_cpu_blocks, device=self.device)
         return ModelRunner(
@@ -148,6 +174,7 @@ class Worker:
             max_num_seqs=self.max_num_seqs,
             max_model_len=max_model_len,
             device=self.device,
+            decode_sizes=self._decode_sizes(),
         )
 
     def _size_cache(self) -> KVCacheSize:
@@ -208,23 +235,45 @@ class Worker:
         )
         runner.profile(batch)
         step = meter.peak_reserved() - weights
-        # A step's block tables, which the profile run has short, and the copy that is still in flight.
-        step += 2 * 4 * self.max_num_seqs * -(-max_model_len // config.block_size)
+        # The rows of the block table that a step gathers, which the profile run has short.
+        step += 4 * self.max_num_seqs * -(-max_model_len // config.block_size)
+        graphs = self._graph_bytes(runner, meter)
         outside = meter.outside_torch()
+        runner.close()
         del runner
+        torch.cuda.empty_cache()
         budget = int(meter.free * utilization)
         spare = margin(step)
-        left = budget - weights - step - outside - spare
+        left = budget - weights - step - graphs - outside - spare
         logger.info(
             "GPU memory: %s, of which %s were free to us; budget %s (gpu_memory_utilization=%g): weights %s, "
-            "largest step %s, outside torch %s, margin %s, KV cache %s",
+            "largest step %s, CUDA graphs %s, outside torch %s, margin %s, KV cache %s",
             describe_bytes(meter.total),
             describe_bytes(meter.free),
             describe_bytes(budget),
             utilization,
-            *(describe_bytes(part) for part in (weights, step, outside, spare, max(0, left))),
+            *(describe_bytes(part) for part in (weights, step, graphs, outside, spare, max(0, left))),
         )
         return left
+
+    def _graph_bytes(self, runner: ModelRunner, meter: GpuMemoryMeter) -> int:
+        """Captures three graphs; the bytes that all of them will take, beyond what is gone by now.
+
+        They share the memory of the largest, in torch's allocator; each takes some of the driver's besides.
+        """
+        sizes = self._decode_sizes()
+        if not sizes:
+            return 0
+        meter.reset_peak()
+        held = meter.held()
+        runner.capture_graphs(sizes[-1:])
+        meter.reset_peak()
+        shared = meter.held() - held
+        outside = meter.outside_torch()
+        few = sizes[:-1][-2:]
+        runner.capture_graphs(few)
+        each = max(_LEAST_GRAPH_BYTES, (meter.outside_torch() - outside) // max(1, len(few)))
+        return shared + each * max(0, len(sizes) - len(few))
 
     def _swap_space(self) -> int:
         """Bytes of CPU memory to swap to."""

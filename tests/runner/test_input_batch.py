@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 
+import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 
@@ -130,3 +132,107 @@ def test_random_runs_equal_the_naive_model(seed: int, device: torch.device) -> N
             assert step.block_table[row, :used].tolist() == tables[request.slot][:used]
             if request.sample:
                 tokens[request.slot].append(drawn.pop(0))
+
+
+# ---- steps of decodes alone ------------------------------------------------------------------------
+
+
+def decoding_batch(device: torch.device, lengths: dict[int, int]) -> InputBatch:
+    """Slots with prompts of these lengths, computed, their first token drawn: 900 + slot."""
+    inputs = make_batch(device)
+    for slot, length in lengths.items():
+        blocks = [10 * slot + i for i in range(-(-length // BLOCK_SIZE))]
+        inputs.admit(admitted(slot, list(range(length)), blocks))
+    inputs.prepare(Batch(step=0, requests=[scheduled(slot, 0, n) for slot, n in lengths.items()]))
+    slots = torch.tensor(list(lengths), dtype=torch.int32, device=device)
+    inputs.set_last_tokens(slots, 900 + slots.long())
+    return inputs
+
+
+def decode_of(slot: int, start: int, *new_block_ids: int) -> ScheduledRequest:
+    return ScheduledRequest(str(slot), slot, start, 1, sample=True, new_block_ids=list(new_block_ids))
+
+
+def pack(inputs: InputBatch, *requests: ScheduledRequest) -> npt.NDArray[np.int32] | None:
+    return inputs.pack_decodes(Batch(step=1, requests=list(requests)))
+
+
+def test_a_step_of_decodes_with_padding(device: torch.device) -> None:
+    inputs = decoding_batch(device, {4: 16, 0: 3, 2: 20})
+    packed = pack(inputs, decode_of(2, 20), decode_of(4, 16, 77), decode_of(0, 3))
+    assert packed is not None
+    assert packed.tolist() == [[2, 4, 0], [21, 17, 4], [-1, 77, -1]]
+    padded = np.array([[-1], [0], [-1]], np.int32).repeat(5, axis=1)
+    padded[:, :3] = packed
+    step = inputs.prepare_decodes(torch.from_numpy(padded).to(device))
+    assert step.input_ids[:3].tolist() == [902, 904, 900]
+    assert step.positions.tolist() == [20, 16, 3, 0, 0]
+    assert step.slot_mapping.tolist() == [22 * 8 + 4, 77 * 8, 3, -1, -1]
+    assert step.seq_lens.tolist() == [21, 17, 4, 0, 0]
+    assert step.query_start_loc.tolist() == [0, 1, 2, 3, 4, 5]
+    assert step.block_table[0, :3].tolist() == [20, 21, 22]
+    assert step.block_table[1, :3].tolist() == [40, 41, 77]
+    assert step.block_table[2, :1].tolist() == [0]
+    assert step.sample_slots.tolist() == [2, 4, 0, -1, -1]
+    assert step.output_positions[[2, 4, 0]].tolist() == [1, 1, 1]
+    assert (step.max_query_len, step.sample_rows) == (1, None)
+    inputs.set_last_tokens(step.sample_slots, torch.tensor([5, 6, 7, -1, -1], device=device))
+    # The next step is any step: the block that came with the decode is known to it too.
+    after = inputs.prepare(Batch(step=2, requests=[decode_of(0, 4), decode_of(4, 17)]))
+    assert after.input_ids.tolist() == [7, 6]
+    assert after.block_table.tolist() == [[0, *after.block_table[0, 1:].tolist()], [40, 41, 77]]
+    assert after.output_positions[[0, 4]].tolist() == [2, 2]
+
+
+def test_what_is_not_a_step_of_decodes_alone() -> None:
+    inputs = decoding_batch(torch.device("cpu"), {0: 8, 1: 3})
+    decode = decode_of(1, 3)
+    assert pack(inputs) is None
+    assert pack(inputs, decode, scheduled(0, 2, 6)) is None  # a chunk
+    assert pack(inputs, decode, scheduled(0, 7, 1)) is None  # a chunk of one token, which is known
+    assert pack(inputs, decode, decode_of(0, 8, 5, 6)) is None  # more than one block
+    assert pack(inputs, decode, decode_of(1, 4, 5)) is None  # a block before there is a token for it
+    newcomer = Batch(step=1, requests=[decode], admitted=[admitted(3, [1], [9])])
+    assert inputs.pack_decodes(newcomer) is None
+    assert pack(inputs, decode, decode_of(0, 8, 5)) is not None  # none of these has changed anything
+
+
+def test_a_token_that_could_not_be_sampled_is_some_token_to_the_next_step(device: torch.device) -> None:
+    inputs = decoding_batch(device, {1: 3})
+    slots = torch.tensor([1], dtype=torch.int32, device=device)
+    inputs.set_last_tokens(slots, torch.tensor([-1], device=device))
+    assert inputs.prepare(Batch(step=1, requests=[decode_of(1, 3)])).input_ids.tolist() == [0]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_random_decodes_equal_any_step(seed: int, device: torch.device) -> None:
+    """The same requests twice: as steps of decodes, padded, and as any step."""
+    rng = random.Random(seed)
+    lengths = {slot: rng.randrange(1, 30) for slot in range(6)}
+    quick, plain = decoding_batch(device, lengths), decoding_batch(device, lengths)
+    computed, num_blocks = dict(lengths), {slot: -(-n // BLOCK_SIZE) for slot, n in lengths.items()}
+    for number in range(1, 25):
+        batch = Batch(step=number)
+        for slot in rng.sample(range(6), rng.randrange(1, 7)):
+            new = [100 + 6 * number + slot] if num_blocks[slot] * BLOCK_SIZE == computed[slot] else []
+            num_blocks[slot] += len(new)
+            batch.requests.append(decode_of(slot, computed[slot], *new))
+            computed[slot] += 1
+            if new:
+                plain.append_blocks(slot, new)
+        packed = quick.pack_decodes(batch)
+        assert packed is not None
+        num_rows = len(batch.requests)
+        padded = np.array([[-1], [0], [-1]], np.int32).repeat(num_rows + seed, axis=1)
+        padded[:, :num_rows] = packed
+        found = quick.prepare_decodes(torch.from_numpy(padded).to(device))
+        wanted = plain.prepare(batch)
+        for name in ("input_ids", "positions", "slot_mapping", "seq_lens", "sample_slots"):
+            assert getattr(found, name)[:num_rows].tolist() == getattr(wanted, name).tolist()
+        for row, request in enumerate(batch.requests):
+            used = -(-computed[request.slot] // BLOCK_SIZE)
+            assert found.block_table[row, :used].tolist() == wanted.block_table[row, :used].tolist()
+        drawn = torch.tensor([rng.randrange(1000) for _ in batch.requests], device=device)
+        plain.set_last_tokens(wanted.sample_slots, drawn)
+        quick.set_last_tokens(found.sample_slots, torch.nn.functional.pad(drawn, (0, seed), value=-1))
+        assert found.output_positions.tolist() == wanted.output_positions.tolist()

@@ -1,0 +1,124 @@
+"""Steps of decodes alone, at padded sizes: on a GPU each size is one captured CUDA graph.
+
+A step of a large model is a few hundred launches, and launching them one by one takes longer than the GPU
+needs for a small batch. A graph holds them all, from the gathering of the inputs to the drawn tokens, and is
+launched at once. It is fixed in shape; a batch is padded to the next size that there is a graph for.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from pagedinfer.runner.step_result import DrawnTokens, StepResult
+
+Compute = Callable[[Tensor, DrawnTokens], None]
+"""A step from int32 [3, size] (see `InputBatch.pack_decodes`), which writes what it draws."""
+
+_PADDING = np.array([[-1], [0], [-1]], np.int32)  # a row without a request: slot, length, new block
+_LARGEST = 512  # beyond it a step takes the GPU longer than its launches take the host
+
+
+def decode_sizes(max_num_seqs: int) -> list[int]:
+    """The numbers of rows that decodes are padded to, ascending: at most seven more than needed up to 256.
+
+    The time of a small batch hardly depends on its size, so that padding costs little; with steps of 8, 45
+    graphs serve everything up to 512.
+    """
+    largest = min(max_num_seqs, _LARGEST)
+    sizes = {1, 2, 4, *range(8, 257, 8), *range(288, _LARGEST + 1, 32), largest}
+    return sorted(size for size in sizes if size <= largest)
+
+
+class DecodeGraphs:
+    """Runs steps of decodes, replaying a graph on a GPU, and running the same padded step on the CPU.
+
+    Args:
+        sizes: numbers of rows to pad to, ascending; empty: `run` is of no use.
+        device: where.
+    """
+
+    def __init__(self, sizes: Sequence[int], device: torch.device) -> None:
+        self.sizes = list(sizes)
+        self.max_rows = self.sizes[-1] if self.sizes else 0
+        self._device = device
+        self._inputs = torch.zeros(3 * self.max_rows, dtype=torch.int32, device=device)
+        memory = torch.empty(DrawnTokens.nbytes(self.max_rows), dtype=torch.uint8, device=device)
+        self._drawn = {size: DrawnTokens(size, device, memory) for size in self.sizes}
+        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self._stream: torch.cuda.Stream | None = None
+        if device.type == "cuda" and self.sizes:
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            self._pool = torch.cuda.graph_pool_handle()  # graphs run one after another and share memory
+
+    def run(self, packed: npt.NDArray[np.int32], compute: Compute) -> StepResult:
+        """Starts a step of int32 [3, n], n at most `max_rows`; captures it first if its size is new."""
+        num_rows = packed.shape[1]
+        size = self.sizes[bisect_left(self.sizes, num_rows)]
+        if self._stream is not None and size not in self._graphs:
+            self._capture(size, compute, self._stream)
+        inputs = self._inputs[: 3 * size].view(3, size)
+        staging = torch.empty((3, size), dtype=torch.int32, pin_memory=self._stream is not None)
+        host = staging.numpy()
+        host[:, :num_rows] = packed
+        host[:, num_rows:] = _PADDING
+        inputs.copy_(staging, non_blocking=True)
+        if self._stream is None:
+            compute(inputs, self._drawn[size])
+        else:
+            self._graphs[size].replay()
+        return StepResult(self._drawn[size], num_rows)
+
+    def capture(self, sizes: Sequence[int], compute: Compute, *, seconds: float) -> int:
+        """Captures these sizes until so much time has passed; returns how many graphs there are.
+
+        The largest should come first: the others fit into its memory.
+        """
+        if self._stream is not None:
+            deadline = time.monotonic() + seconds
+            for size in sizes:
+                if size not in self._graphs and time.monotonic() < deadline:
+                    self._capture(size, compute, self._stream)
+        return len(self._graphs)
+
+    def close(self) -> None:
+        """Drops the graphs; none may be running."""
+        if self._stream is not None:
+            self._graphs.clear()
+            torch._C._cuda_clearCublasWorkspaces()  # torch keeps one for each stream that ever ran a GEMM
+
+    def _capture(self, size: int, compute: Compute, stream: torch.cuda.Stream) -> None:
+        inputs = self._inputs[: 3 * size].view(3, size)
+        inputs.copy_(torch.from_numpy(np.broadcast_to(_PADDING, (3, size)).copy()))
+        compute(inputs, self._drawn[size])  # loads kernels, which a capture cannot
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(stream), _no_garbage_collection():
+            graph.capture_begin(self._pool, "thread_local")
+            try:
+                compute(inputs, self._drawn[size])
+            except BaseException:
+                with suppress(RuntimeError):  # it says that the capture has failed
+                    graph.capture_end()
+                raise
+            graph.capture_end()
+        self._graphs[size] = graph
+
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """What is collected may call CUDA, which would break a capture under way."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

@@ -1,0 +1,119 @@
+"""Steps of decodes at padded sizes: what they are given and give, with and without a CUDA graph."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from pagedinfer import LLM, SamplingParams
+from pagedinfer.runner.cuda_graphs import DecodeGraphs, decode_sizes
+from pagedinfer.runner.step_result import DrawnTokens
+from tests.conftest import TinyModel
+
+
+@pytest.mark.parametrize("max_num_seqs", [1, 2, 3, 5, 8, 17, 256, 300, 512, 1024])
+def test_sizes_waste_little(max_num_seqs: int) -> None:
+    sizes = decode_sizes(max_num_seqs)
+    assert sizes == sorted(set(sizes))
+    assert sizes[-1] == min(max_num_seqs, 512)
+    for num_rows in range(1, sizes[-1] + 1):
+        waste = min(size for size in sizes if size >= num_rows) - num_rows
+        assert waste <= max(7, num_rows // 8)
+
+
+def echo(packed: torch.Tensor, drawn: DrawnTokens) -> None:
+    slots, lengths, blocks = packed
+    drawn.token_ids.copy_(slots * 1000 + lengths)
+    drawn.logprobs.copy_(blocks * 0.5)
+
+
+def test_a_step_is_padded_and_gives_its_own_rows(device: torch.device) -> None:
+    """Twice each: the first captures a graph, the second replays it with other inputs."""
+    graphs = DecodeGraphs([1, 2, 5], device)
+    for num_rows in (1, 2, 3, 4, 5) * 2:
+        packed = np.random.default_rng(num_rows).integers(0, 100, (3, num_rows)).astype(np.int32)
+        output = graphs.run(packed, echo).result()
+        assert output.token_ids.tolist() == (packed[0] * 1000 + packed[1]).tolist()
+        assert output.logprobs.tolist() == (packed[2] * 0.5).tolist()
+    graphs.close()
+
+
+def test_padding_has_no_slot_no_length_and_no_block(device: torch.device) -> None:
+    graphs = DecodeGraphs([4], device)
+    seen = torch.empty((3, 4), dtype=torch.int32, device=device)
+
+    def look(packed: torch.Tensor, drawn: DrawnTokens) -> None:
+        seen.copy_(packed)
+
+    graphs.run(np.array([[7], [8], [9]], np.int32), look).result()
+    assert seen.tolist() == [[7, -1, -1, -1], [8, 0, 0, 0], [9, -1, -1, -1]]
+    graphs.close()
+
+
+def test_a_result_stays_when_the_next_step_has_run(device: torch.device) -> None:
+    graphs = DecodeGraphs([2], device)
+    first = graphs.run(np.array([[1], [1], [1]], np.int32), echo)
+    second = graphs.run(np.array([[2], [2], [2]], np.int32), echo)
+    assert (first.result().token_ids.tolist(), second.result().token_ids.tolist()) == ([1001], [2002])
+    graphs.close()
+
+
+# ---- on a GPU --------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+def test_a_step_that_cannot_be_captured_raises_its_own_error() -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    graphs = DecodeGraphs([1], device)
+    calls = []
+
+    def fail_in_capture(packed: torch.Tensor, drawn: DrawnTokens) -> None:
+        calls.append(packed)
+        if len(calls) == 2:
+            raise ZeroDivisionError("here")
+
+    packed = np.array([[0], [1], [0]], np.int32)
+    with pytest.raises(ZeroDivisionError, match="here"):
+        graphs.run(packed, fail_in_capture)
+    assert graphs.run(packed, echo).result().token_ids.tolist() == [1]
+    graphs.close()
+
+
+@pytest.mark.gpu
+def test_no_time_to_capture_at_the_start_means_on_first_use() -> None:
+    graphs = DecodeGraphs([1, 2], torch.device("cuda", torch.cuda.current_device()))
+    assert graphs.capture([2, 1], echo, seconds=0.0) == 0
+    graphs.run(np.array([[0], [1], [0]], np.int32), echo).result()
+    assert graphs.capture([2, 1], echo, seconds=0.0) == 1
+    assert graphs.capture([2, 1], echo, seconds=60.0) == 2
+    graphs.close()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_requests", [1, 2, 3, 4, 5, 8, 9, 15, 16, 17, 24, 40])
+def test_the_tokens_are_those_without_graphs(num_requests: int, tiny_llama: TinyModel) -> None:
+    """Requests end one by one, so that many sizes are passed through; 40 are more than run at once."""
+    prompts = [
+        {"prompt_token_ids": [3 + (7 * i + j) % 310 for j in range(1 + i)]} for i in range(num_requests)
+    ]
+    params = [
+        SamplingParams(temperature=0.8 * (i % 2), seed=i, max_tokens=10 + 3 * i, ignore_eos=True)
+        for i in range(num_requests)
+    ]
+    tokens = []
+    for enforce_eager in (True, False):
+        with LLM(
+            tiny_llama.path,
+            device="cuda",
+            dtype="float32",
+            max_num_seqs=32,
+            num_gpu_blocks_override=512,
+            swap_space=0.0,
+            enforce_eager=enforce_eager,
+        ) as llm:
+            outputs = llm.generate(prompts, params, use_tqdm=False)
+            graphs = llm.llm_engine.worker._runner._graphs._graphs
+            assert bool(graphs) != enforce_eager
+        tokens.append([output.outputs[0].token_ids for output in outputs])
+    assert tokens[0] == tokens[1]
