@@ -7,7 +7,8 @@
 weights. Requests are greedy token ids that ignore EOS, so that every engine generates the same number of
 tokens; W2s samples. After a short warm-up each workload runs `--repeats` times, the prefix cache reset in
 between, and the best run counts. transformers runs each batch as one static, left-padded batch, which
-waits for its slowest request.
+waits for its slowest request. `--profile` runs each workload once more and shows
+where the time of a step goes.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from model_shapes import SHAPES, write_shape
+from step_profile import StepProfile
 from workloads import Batch, Workload, workload
 
 
@@ -39,6 +41,9 @@ def main() -> None:
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--enforce-eager", action="store_true", help="no CUDA graphs")
+    parser.add_argument("--max-num-seqs", type=int)
+    parser.add_argument("--profile", action="store_true", help="show where a step's time goes")
     parser.add_argument("--json", type=Path, help="write the results here too")
     args = parser.parse_args()
 
@@ -115,6 +120,8 @@ def run_pagedinfer(
         load_format="dummy" if random_weights else "auto",
         max_model_len=max(work.max_context for work in works) + 16,
         skip_tokenizer_init=True,
+        max_num_seqs=args.max_num_seqs,
+        enforce_eager=args.enforce_eager,
     )
     print(f"   pagedinfer  ready after {time.perf_counter() - start:.1f} s", flush=True)
     sampled = {"temperature": 0.8, "top_p": 0.95, "top_k": 50, "seed": 0}
@@ -141,6 +148,16 @@ def run_pagedinfer(
                     work, args.repeats, lambda batch, s=sampling: generate(batch, s), llm.reset_prefix_cache
                 )
             )
+        if args.profile:
+            profile = StepProfile(llm.llm_engine)
+            for work, row in zip(works, rows, strict=True):
+                llm.reset_prefix_cache()
+                profile.clear()
+                for batch in work.batches:
+                    generate(batch, sampled if work.name == "W2s" else {"temperature": 0.0})
+                print(f"   pagedinfer  {work.name}: where a step's time goes, medians")
+                profile.print_table()
+                row["profile"] = profile.table()
     return rows
 
 
