@@ -133,6 +133,12 @@ def sample_tokens(device: torch.device) -> None:
         )
 
 
+def top_logprobs(device: torch.device) -> None:
+    for dtype, columns in ((torch.float32, 5003), (torch.bfloat16, 40_000)):
+        logits = torch.randn(3, columns, device=device).to(dtype)
+        ops.top_logprobs(logits, torch.tensor([0, -1, columns - 1], device=device), 5)
+
+
 def rms_norm(device: torch.device) -> None:
     for dtype in (torch.float32, torch.bfloat16):
         for hidden in (24, 1000, 4096, 40_000):
@@ -164,6 +170,7 @@ CALLS: dict[str, Call] = {
     "swap_blocks": swap_blocks,
     "sample_tokens_workspace_size": sample_tokens,
     "sample_tokens": sample_tokens,
+    "top_logprobs": top_logprobs,
     "rms_norm": rms_norm,
     "rotary_embedding": rotary_embedding,
     "silu_and_mul": silu_and_mul,

@@ -238,6 +238,10 @@ struct WarpAttention {
         }
       }
     }
+  }
+
+  // Before a part. Apart from start(), so that the sums take no registers while a part is written.
+  __device__ __forceinline__ void clear() {
 #pragma unroll
     for (int n = 0; n < HEAD_DIM / 8; ++n) {
 #pragma unroll
@@ -374,6 +378,7 @@ __global__ __launch_bounds__(
 
     const PartWriter<T, HEAD_DIM, Traits::kThreads> writer(p, plan);
     WarpAttention<T, HEAD_DIM> attention;
+    attention.clear();
     const SequenceRecord& sequence = state.sequence;
     auto set_sequence = [&](const SequenceRecord* from) {
       if (threadIdx.x < sizeof(SequenceRecord) / kInts) {
@@ -439,6 +444,7 @@ __global__ __launch_bounds__(
       tiles_left -= end - tile;
       if (tiles_left == 0) break;
       __syncthreads();  // the stage and the scales may be written again
+      attention.clear();
       tile = end;
       if (complete) {
         tile = 0;

@@ -107,6 +107,8 @@ class DecodeGraphs:
             except BaseException:
                 with suppress(RuntimeError):  # it says that the capture has failed
                     graph.capture_end()
+                if not self._graphs:  # a pool without a graph is gone, and its handle with it
+                    self._pool = torch.cuda.graph_pool_handle()
                 raise
             graph.capture_end()
         self._graphs[size] = graph

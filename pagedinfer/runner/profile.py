@@ -71,5 +71,9 @@ class GpuMemoryMeter:
 
 
 def margin(peak_activations: int) -> int:
-    """Bytes kept free beside a measured peak: kernels that load later, and fragmentation."""
-    return 128 * MIB + peak_activations // 20
+    """Bytes kept free beside a measured peak: kernels that load later, and fragmentation.
+
+    Llama-3-8B with CUDA graphs, 256 requests of 100 to 1,024 tokens on an H200: a largest step of 2.1 GiB was
+    measured, and 542 MiB more than was measured were in use at the peak.
+    """
+    return 256 * MIB + peak_activations // 4

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import math
 import sys
 import time
 
@@ -295,7 +296,7 @@ class Worker:
         utilization = self._config.gpu_memory_utilization
         peak = meter.peak_reserved() + meter.outside_torch()
         budget = int(meter.free * utilization)
-        would_fit = min(0.95, utilization + (budget - peak) / meter.free)
+        would_fit = math.floor(100 * min(0.95, utilization + (budget - peak) / meter.free)) / 100
         logger.info(
             "GPU memory: a peak of %s in a budget of %s; gpu_memory_utilization=%.2f would have fit",
             describe_bytes(peak),
