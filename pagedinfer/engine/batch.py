@@ -26,6 +26,7 @@ class AdmittedRequest:
     block_ids: list[int]  # its block table so far, this step's blocks included
     sampling_params: SamplingParams
     seed: int  # 64 bits, the key of its random stream
+    num_logprobs: int | None = None  # best tokens to report with each drawn one; None: not even its rank
 
 
 @dataclass(slots=True)
@@ -68,6 +69,10 @@ class StepOutput:
 
     token_ids: npt.NDArray[np.int64]  # -1: the row could not be sampled (NaN or nothing left to draw)
     logprobs: npt.NDArray[np.float32]  # of the drawn tokens, before temperature and filters
+    # None unless a row's request has `num_logprobs`; K is the most that one of them asks for.
+    ranks: npt.NDArray[np.int64] | None = None  # [rows], from 1; 0 where nobody asked
+    top_ids: npt.NDArray[np.int64] | None = None  # [rows, K], the best first; -1 where there is none
+    top_logprobs: npt.NDArray[np.float32] | None = None  # [rows, K], before temperature and filters
 
 
 class StepHandle(Protocol):

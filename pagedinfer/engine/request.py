@@ -56,6 +56,8 @@ class Request:
         skip_reading_prefix_cache: compute every token of the prompt, even if the cache has it (for the
             log-probabilities of the prompt).
         output_token_ids: tokens that count as generated already (a fork of a running request).
+        num_logprobs: how many of the best tokens each step reports beside the drawn one and its rank;
+            None: neither.
     """
 
     __slots__ = (
@@ -73,6 +75,7 @@ class Request:
         "next_cacheable",
         "num_cached_tokens",
         "num_computed_tokens",
+        "num_logprobs",
         "num_preemptions",
         "num_prompt_tokens",
         "num_shared_blocks",
@@ -103,6 +106,7 @@ class Request:
         cache_salt: str = "",
         skip_reading_prefix_cache: bool = False,
         output_token_ids: Sequence[int] = (),
+        num_logprobs: int | None = None,
     ) -> None:
         if not prompt_token_ids:
             raise ValueError(f"request {request_id!r}: the prompt is empty; it needs at least one token")
@@ -114,6 +118,7 @@ class Request:
         self.arrival_time = time.time() if arrival_time is None else arrival_time
         self.cache_salt = cache_salt
         self.skip_reading_prefix_cache = skip_reading_prefix_cache
+        self.num_logprobs = num_logprobs
 
         # Tokens: the prompt and what was generated and is known to the host. Those that a step in
         # flight draws count in num_tokens from the moment that the step is scheduled.

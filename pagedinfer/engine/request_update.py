@@ -8,6 +8,15 @@ from pagedinfer.engine.request import Request
 
 
 @dataclass(slots=True)
+class TopTokens:
+    """What is to be reported of a position beside the token drawn there."""
+
+    rank: int  # of the drawn token, from 1
+    token_ids: list[int]  # the best ones, falling: at most as many as the request asks for
+    logprobs: list[float]
+
+
+@dataclass(slots=True)
 class RequestUpdate:
     """What a step meant for one request: a token, its end, or both."""
 
@@ -17,6 +26,7 @@ class RequestUpdate:
     logprobs: list[float]  # of these tokens
     finish_reason: str | None = None  # "stop", "length" or "error"; None: goes on
     stop_reason: int | str | None = None  # the stop token's id; None for EOS
+    top: TopTokens | None = None  # if the request has `num_logprobs`, and a token was drawn
 
     @property
     def request_id(self) -> str:

@@ -22,7 +22,7 @@ from pagedinfer.engine.kv_cache_manager import KVCacheManager
 from pagedinfer.engine.preemption import Preemption, PreemptionCosts
 from pagedinfer.engine.request import Request, RequestStatus
 from pagedinfer.engine.request_queue import RequestQueue
-from pagedinfer.engine.request_update import RequestUpdate
+from pagedinfer.engine.request_update import RequestUpdate, TopTokens
 from pagedinfer.engine.running_requests import RunningRequests
 from pagedinfer.engine.scheduler_config import SchedulerConfig
 from pagedinfer.engine.size_limits import max_total_tokens
@@ -233,6 +233,8 @@ class Scheduler:
                 self.kv.cache_full_blocks(request)
             update = RequestUpdate(request, row, [token], [logprob])
             updates.append(update)
+            if request.num_logprobs is not None:
+                update.top = _top_tokens(output, row, request.num_logprobs)
             if len(token_ids) >= request.max_total_tokens or token in request.stop_set:
                 status = request.check_stop()
                 if status is not None:
@@ -241,3 +243,12 @@ class Scheduler:
                     update.stop_reason = request.stop_reason
         self.counters.num_generated_tokens += len(updates)
         return updates
+
+
+def _top_tokens(output: StepOutput, row: int, count: int) -> TopTokens:
+    """What a step reports of one row; there may be fewer tokens than `count`."""
+    if output.ranks is None or output.top_ids is None or output.top_logprobs is None:
+        raise ValueError("a request of this step asks for the best tokens, and its output has none")
+    token_ids = [token for token in output.top_ids[row, :count].tolist() if token >= 0]
+    logprobs: list[float] = output.top_logprobs[row, : len(token_ids)].tolist()
+    return TopTokens(int(output.ranks[row]), token_ids, logprobs)

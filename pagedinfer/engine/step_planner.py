@@ -256,6 +256,7 @@ class StepPlanner:
                 block_ids=request.block_ids.copy(),
                 sampling_params=request.sampling_params,
                 seed=request.seed,
+                num_logprobs=request.num_logprobs,
             )
         )
         self._compute(step, request, num_tokens, [])

@@ -19,6 +19,7 @@ from pagedinfer.runner.input_batch import InputBatch, StepInputs
 from pagedinfer.runner.kv_cache import KVCache
 from pagedinfer.runner.sampler import Sampler
 from pagedinfer.runner.step_result import DrawnTokens, StepResult
+from pagedinfer.runner.top_logprobs import TopLogprobs
 
 
 @contextmanager
@@ -39,7 +40,7 @@ class ModelRunner:
     """A model, its KV cache and the state of the requests in its slots.
 
     Steps of decodes alone are padded to one of `decode_sizes` and run as CUDA graphs on a GPU. Other steps,
-    and all if there are no sizes, are run as they are.
+    those with a request that asks for the best tokens, and all if there are no sizes, are run as they are.
     """
 
     def __init__(
@@ -65,6 +66,9 @@ class ModelRunner:
             device=device,
         )
         self._sampler = Sampler(max_num_seqs=max_num_seqs, vocab_size=config.vocab_size, device=device)
+        self._top_logprobs = TopLogprobs(
+            max_num_seqs=max_num_seqs, vocab_size=config.vocab_size, device=device
+        )
         self._graphs = DecodeGraphs(decode_sizes, device)
 
     @torch.inference_mode()
@@ -75,9 +79,10 @@ class ModelRunner:
         for admitted in batch.admitted:
             self._inputs.admit(admitted)
             self._sampler.set(admitted.slot, admitted.sampling_params, admitted.seed)
+            self._top_logprobs.set(admitted.slot, admitted.num_logprobs)
         self._cache.move(batch)
         self._sampler.upload()
-        if len(batch.requests) <= self._graphs.max_rows:
+        if len(batch.requests) <= self._graphs.max_rows and not self._top_logprobs.wanted_by(batch):
             packed = self._inputs.pack_decodes(batch)
             if packed is not None:
                 return self._graphs.run(packed, self._decode)
@@ -90,10 +95,14 @@ class ModelRunner:
                 self._inputs.append_blocks(request.slot, request.new_block_ids)
         num_sampled = sum(request.sample for request in batch.requests)
         drawn = DrawnTokens(num_sampled, self._device)
+        top = None
         if batch.requests:
             inputs = self._inputs.prepare(batch)
-            self._draw(inputs, self._compute_logits(inputs), drawn)
-        return StepResult(drawn, num_sampled)
+            logits = self._compute_logits(inputs)
+            self._draw(inputs, logits, drawn)
+            if logits is not None and self._top_logprobs.wanted_by(batch):
+                top = self._top_logprobs.compute(batch, logits, drawn.token_ids)
+        return StepResult(drawn, num_sampled, top)
 
     def _decode(self, packed: Tensor, drawn: DrawnTokens) -> None:
         """A step of decodes alone; see `InputBatch.prepare_decodes`."""

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from pagedinfer.engine.batch import StepOutput
+from pagedinfer.runner.top_logprobs import TopLogprobsResult
 
 
 class DrawnTokens:
@@ -30,9 +31,13 @@ class DrawnTokens:
 
 
 class StepResult:
-    """The first `num_rows` rows of what a step drew, on their way to the host."""
+    """The first `num_rows` rows of what a step drew, on their way to the host.
 
-    def __init__(self, drawn: DrawnTokens, num_rows: int) -> None:
+    `top`: the best tokens of some of them, likewise.
+    """
+
+    def __init__(self, drawn: DrawnTokens, num_rows: int, top: TopLogprobsResult | None = None) -> None:
+        self._top = top
         self._num_rows = num_rows
         self._num_padded_rows = drawn.token_ids.shape[0]
         self._ready: torch.cuda.Event | None = None
@@ -50,7 +55,10 @@ class StepResult:
             self._ready.synchronize()
         split = 8 * self._num_padded_rows
         packed = self._packed.numpy()
-        return StepOutput(
+        output = StepOutput(
             packed[:split].view("int64")[: self._num_rows],
             packed[split:].view("float32")[: self._num_rows],
         )
+        if self._top is not None:
+            self._top.add_to(output)
+        return output
