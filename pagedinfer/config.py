@@ -45,6 +45,8 @@ class EngineConfig:
     preemption_mode: Literal["auto", "swap", "recompute"] = "auto"
     swap_space: float | None = None  # GiB of CPU memory
     enforce_eager: bool = False
+    max_logprobs: int = 20  # -1: no limit
+    generation_config: str = "auto"  # "auto", "vllm" or a folder
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dtype", _DTYPE_ALIASES.get(self.dtype, self.dtype))
@@ -73,6 +75,8 @@ class EngineConfig:
             sizes = ", ".join(map(str, BLOCK_SIZES))
             raise ValueError(f"block_size must be one of {sizes} tokens, got {self.block_size!r}")
         _check_int("long_prefill_token_threshold", self.long_prefill_token_threshold, 0, unit="tokens")
+        _check_int("max_logprobs", self.max_logprobs, -1)
+        _check_path("generation_config", self.generation_config)
         if self.swap_space is not None:
             _check_float("swap_space", self.swap_space, 0.0, math.inf, unit="GiB")
 

@@ -66,6 +66,9 @@ class LLM:
         swap_space: GiB of CPU memory to swap to. By default 4 with a GPU, 0 without.
         enforce_eager: on a GPU, launch every step kernel by kernel, instead of replaying CUDA graphs for
             steps of decodes alone. It saves the time and memory of capturing; small batches are slower.
+        max_logprobs: the most log-probabilities that a request may ask for at a position; -1: no limit.
+        generation_config: where the sampling parameters of requests without any come from: "auto", the
+            model's generation_config.json; "vllm", `SamplingParams()`; or a folder with such a file.
 
     Raises:
         TypeError: an unknown parameter; the message suggests the nearest known one.
@@ -99,6 +102,8 @@ class LLM:
         preemption_mode: Literal["auto", "swap", "recompute"] = "auto",
         swap_space: float | None = None,
         enforce_eager: bool = False,
+        max_logprobs: int = 20,
+        generation_config: str = "auto",
         **unknown: Any,
     ) -> None:
         for name in unknown:
@@ -124,6 +129,8 @@ class LLM:
             preemption_mode=preemption_mode,
             swap_space=swap_space,
             enforce_eager=enforce_eager,
+            max_logprobs=max_logprobs,
+            generation_config=generation_config,
         )
         self.llm_engine = LLMEngine(config)
         self._request_ids = (str(number) for number in itertools.count())
@@ -141,7 +148,7 @@ class LLM:
         Args:
             prompts: one prompt or a list of them. A prompt is a string, {"prompt": string},
                 {"prompt_token_ids": [...]} or a bare list of token ids.
-            sampling_params: for all prompts, or one for each.
+            sampling_params: for all prompts, or one for each; by default `get_default_sampling_params()`.
             use_tqdm: show a progress bar on stderr.
             priority: one integer for each prompt, lower first; needs scheduling_policy="priority".
 
@@ -157,9 +164,11 @@ class LLM:
         """
         engine = self.llm_engine
         processed = engine.input_processor.process_all(prompts)
+        if sampling_params is None:
+            sampling_params = engine.default_sampling_params
         params = _one_each("sampling_params", sampling_params, len(processed), SamplingParams)
         for each in params:
-            each.check_model(engine.model_config.vocab_size)
+            engine.check_params(each)
         priorities = self._priorities(priority, len(processed))
         with ProgressBar(len(processed), shown=use_tqdm) as bar:
             return self._run(processed, params, priorities, bar)
@@ -262,6 +271,10 @@ class LLM:
         """How things stand: requests, cache and its use, and counters since the start."""
         return self.llm_engine.scheduler.stats()
 
+    def get_default_sampling_params(self) -> SamplingParams:
+        """The parameters of a prompt that is given without any; see `generation_config`."""
+        return self.llm_engine.default_sampling_params
+
     def get_tokenizer(self) -> PreTrainedTokenizerBase:
         """The tokenizer.
 
@@ -288,10 +301,8 @@ class LLM:
         self.close()
 
 
-def _one_each(name: str, given: T | Sequence[T] | None, count: int, kind: type[T]) -> list[T]:
-    """One value for each prompt, from one for all, a list, or None for the default."""
-    if given is None:
-        return [kind()] * count
+def _one_each(name: str, given: T | Sequence[T], count: int, kind: type[T]) -> list[T]:
+    """One value for each prompt, from one for all or a list."""
     if isinstance(given, kind) and kind is not int:
         return [given] * count
     if not isinstance(given, Sequence) or isinstance(given, str):

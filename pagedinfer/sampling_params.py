@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import numbers
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
@@ -14,24 +14,6 @@ GREEDY_TEMPERATURE = 1e-5
 
 MAX_CHOICES = 16384
 MAX_LOGIT_BIAS = 100.0
-
-NOT_SUPPORTED_YET = frozenset(
-    {
-        "presence_penalty",
-        "frequency_penalty",
-        "repetition_penalty",
-        "min_tokens",
-        "logprobs",
-        "prompt_logprobs",
-        "logit_bias",
-        "allowed_token_ids",
-        "bad_words",
-        "logits_processors",
-        "truncate_prompt_tokens",
-        "spaces_between_special_tokens",
-    }
-)
-"""Fields that the engine does not act on: anything but their default is refused, never ignored."""
 
 
 class RequestOutputKind(Enum):
@@ -107,9 +89,11 @@ class SamplingParams:
     bad_words: Sequence[str] | None = None
     """Texts that are never generated."""
     logits_processors: Sequence[Callable[..., Any]] | None = None
-    """Called in order on the row of logits, offline only."""
+    """Called in order on the row of logits, float32 [vocabulary] on the model's device, before all else; each
+    returns the row to go on with. Called as f(output_token_ids, row), or, if it has three parameters, as
+    f(prompt_token_ids, output_token_ids, row). What one raises ends the call of `generate`."""
     truncate_prompt_tokens: int | None = None
-    """Keep only this many last tokens of the prompt; at least 1. -1: as many as fit the context."""
+    """Keep only this many last tokens of the prompt; at least 1. -1: as many as leave room for max_tokens."""
 
     def __post_init__(self) -> None:
         for name in ("presence_penalty", "frequency_penalty"):
@@ -158,7 +142,6 @@ class SamplingParams:
             if not callable(processor):
                 raise ValueError(f"logits_processors must be callables, got {processor!r}")
         self._check_together()
-        self._check_supported()
 
     def _set(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)
@@ -171,15 +154,6 @@ class SamplingParams:
             )
         if self.stop and not self.detokenize:
             raise ValueError("stop needs the text: it cannot be used with detokenize=False")
-
-    def _check_supported(self) -> None:
-        for field in fields(self):
-            if field.name not in NOT_SUPPORTED_YET:
-                continue
-            assert field.default is not MISSING
-            value = getattr(self, field.name)
-            if value != field.default and value != ():
-                raise ValueError(f"{field.name} is not supported yet, got {value!r}")
 
     @property
     def is_greedy(self) -> bool:

@@ -8,16 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pagedinfer import sampling_params
-from pagedinfer.sampling_params import NOT_SUPPORTED_YET, RequestOutputKind, SamplingParams
+from pagedinfer.sampling_params import RequestOutputKind, SamplingParams
 
 NAN, INF = float("nan"), float("inf")
-
-
-@pytest.fixture
-def all_supported(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The ranges are those of the whole interface, whatever the engine does yet."""
-    monkeypatch.setattr(sampling_params, "NOT_SUPPORTED_YET", frozenset())
 
 
 def test_defaults_are_vllms() -> None:
@@ -96,7 +89,6 @@ def test_defaults_are_vllms() -> None:
         ("output_kind", "delta"),
     ],
 )
-@pytest.mark.usefixtures("all_supported")
 def test_out_of_range_names_the_field(field: str, value: Any) -> None:
     with pytest.raises(ValueError, match=field):
         SamplingParams(**{field: value})
@@ -117,7 +109,6 @@ def test_out_of_range_names_the_field(field: str, value: Any) -> None:
         ("truncate_prompt_tokens", -1),
     ],
 )
-@pytest.mark.usefixtures("all_supported")
 def test_in_range_is_kept(field: str, value: Any) -> None:
     kept = getattr(SamplingParams(**{field: value}), field)
     assert kept == value
@@ -140,7 +131,6 @@ def test_greedy_below_a_hundred_thousandth(temperature: float, greedy: bool) -> 
     assert params.temperature == temperature
 
 
-@pytest.mark.usefixtures("all_supported")
 def test_forms_are_normalised() -> None:
     params = SamplingParams(
         stop="end",
@@ -158,7 +148,6 @@ def test_forms_are_normalised() -> None:
     assert SamplingParams(stop=["a", "b"]).stop_strings == ("a", "b")
 
 
-@pytest.mark.usefixtures("all_supported")
 def test_stop_strings_need_text() -> None:
     with pytest.raises(ValueError, match=r"stop needs the text.*detokenize"):
         SamplingParams(stop="x", detokenize=False)
@@ -174,7 +163,6 @@ def test_cannot_be_changed_unchecked() -> None:
 # vllm PR#16529, #54195, PR#9634
 @pytest.mark.parametrize("field", ["stop_token_ids", "allowed_token_ids", "logit_bias"])
 @pytest.mark.parametrize("token_id", [320, 2**63])
-@pytest.mark.usefixtures("all_supported")
 def test_token_ids_are_checked_against_the_vocabulary(field: str, token_id: int) -> None:
     def make(token_id: int) -> SamplingParams:
         return SamplingParams(**{field: {token_id: 1.0} if field == "logit_bias" else [token_id]})
@@ -185,43 +173,12 @@ def test_token_ids_are_checked_against_the_vocabulary(field: str, token_id: int)
 
 
 @pytest.mark.parametrize("field", ["logprobs", "prompt_logprobs"])
-@pytest.mark.usefixtures("all_supported")
 def test_number_of_logprobs_is_limited(field: str) -> None:
     SamplingParams(**{field: 20}).check_model(320)
     SamplingParams(**{field: -1}).check_model(320, max_logprobs=-1)
     for count, limit in ((21, 20), (-1, 20), (321, -1)):
         with pytest.raises(ValueError, match=field):
             SamplingParams(**{field: count}).check_model(320, max_logprobs=limit)
-
-
-NOT_DEFAULT: dict[str, Any] = {
-    "n": 2,
-    "presence_penalty": 1.0,
-    "frequency_penalty": 1.0,
-    "repetition_penalty": 1.5,
-    "min_tokens": 1,
-    "stop": "x",
-    "include_stop_str_in_output": True,
-    "logprobs": 0,
-    "prompt_logprobs": 0,
-    "logit_bias": {1: 1.0},
-    "allowed_token_ids": [1],
-    "bad_words": ["x"],
-    "logits_processors": [lambda row: row],
-    "truncate_prompt_tokens": 5,
-    "detokenize": False,
-    "skip_special_tokens": False,
-    "spaces_between_special_tokens": False,
-    "output_kind": RequestOutputKind.DELTA,
-}
-
-
-@pytest.mark.parametrize("field", sorted(NOT_SUPPORTED_YET))
-def test_what_the_engine_does_not_do_is_refused(field: str) -> None:
-    with pytest.raises(ValueError, match=f"{field} is not supported yet"):
-        SamplingParams(**{field: NOT_DEFAULT[field]})
-    default = next(f.default for f in dataclasses.fields(SamplingParams) if f.name == field)
-    SamplingParams(**{field: default})
 
 
 def test_torch_is_not_imported() -> None:

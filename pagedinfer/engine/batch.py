@@ -27,6 +27,8 @@ class AdmittedRequest:
     sampling_params: SamplingParams
     seed: int  # 64 bits, the key of its random stream
     num_logprobs: int | None = None  # best tokens to report with each drawn one; None: not even its rank
+    stop_token_ids: frozenset[int] = frozenset()  # what must not be drawn before min_tokens are there
+    bad_word_ids: tuple[tuple[int, ...], ...] = ()  # sequences of tokens that must not be completed
 
 
 @dataclass(slots=True)
@@ -64,6 +66,19 @@ class Batch:
 
 
 @dataclass(slots=True)
+class BestTokens:
+    """The k best tokens at some positions, and the rank of the one that is there.
+
+    Ranks count from 1, in the order of falling log-probability, ties by rising id. They are unique.
+    """
+
+    logprobs: npt.NDArray[np.float32]  # [n], of the tokens that are there
+    ranks: npt.NDArray[np.int64]  # [n], theirs
+    top_ids: npt.NDArray[np.int64]  # [n, k]; -1 where fewer can be drawn
+    top_logprobs: npt.NDArray[np.float32]  # [n, k]
+
+
+@dataclass(slots=True)
 class StepOutput:
     """What a step drew, one entry for each request of the batch with `sample` set, in their order."""
 
@@ -73,6 +88,8 @@ class StepOutput:
     ranks: npt.NDArray[np.int64] | None = None  # [rows], from 1; 0 where nobody asked
     top_ids: npt.NDArray[np.int64] | None = None  # [rows, K], the best first; -1 where there is none
     top_logprobs: npt.NDArray[np.float32] | None = None  # [rows, K], before temperature and filters
+    prompts: dict[str, tuple[int, BestTokens]] = field(default_factory=dict)
+    """By request: the position of the first token of its prompt that was rated, and the tokens from it."""
 
 
 class StepHandle(Protocol):

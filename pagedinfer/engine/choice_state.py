@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, cast
 
 from pagedinfer.engine.detokenizer import Detokenizer
+from pagedinfer.engine.logprob_maker import LogprobMaker
 from pagedinfer.engine.request import Request
 from pagedinfer.engine.request_update import RequestUpdate
 from pagedinfer.engine.stop_strings import StopStrings
-from pagedinfer.outputs import CompletionOutput, FinishReason
+from pagedinfer.outputs import CompletionOutput, FinishReason, Logprob
 from pagedinfer.sampling_params import RequestOutputKind
 
 if TYPE_CHECKING:
@@ -23,6 +24,7 @@ class ChoiceState:
         request: as the scheduler has it.
         output_kind: what its outputs hold.
         tokenizer: None: there is no text.
+        logprob_maker: makes the log-probabilities, if the request wants them.
     """
 
     def __init__(
@@ -31,6 +33,7 @@ class ChoiceState:
         request: Request,
         output_kind: RequestOutputKind,
         tokenizer: PreTrainedTokenizerBase | None,
+        logprob_maker: LogprobMaker | None = None,
     ) -> None:
         params = request.sampling_params
         self.index = index
@@ -41,12 +44,18 @@ class ChoiceState:
         self._output_kind = output_kind
         self._detokenizer: Detokenizer | None = None
         if tokenizer is not None and params.detokenize:
-            self._detokenizer = Detokenizer(tokenizer, skip_special_tokens=params.skip_special_tokens)
+            self._detokenizer = Detokenizer(
+                tokenizer,
+                skip_special_tokens=params.skip_special_tokens,
+                spaces_between_special_tokens=params.spaces_between_special_tokens,
+            )
         self._stop_strings = StopStrings(params.stop_strings, include=params.include_stop_str_in_output)
         # Text that nobody looks at before the end is made at the end.
         self._text_at_end = output_kind is RequestOutputKind.FINAL_ONLY and not params.stop_strings
         self._text = ""
         self._cumulative_logprob = 0.0
+        self._logprob_maker = logprob_maker
+        self._logprobs: list[dict[int, Logprob]] = []
         self._num_shown_tokens = 0
         self._num_shown_characters = 0
 
@@ -55,6 +64,8 @@ class ChoiceState:
         new_token_ids = update.new_token_ids
         self.token_ids += new_token_ids
         self._cumulative_logprob += sum(update.logprobs)
+        if update.top is not None and self._logprob_maker is not None:
+            self._logprobs.append(self._logprob_maker.make(new_token_ids[0], update.logprobs[0], update.top))
         if self._detokenizer is not None and not self._text_at_end:
             self._append_text(self._detokenizer.append(self._visible(new_token_ids, update.finish_reason)))
         stop_string = self._stop_strings.found
@@ -74,20 +85,24 @@ class ChoiceState:
             self._append_text(self._detokenizer.append(self._visible(self.token_ids, finish_reason)))
         self._append_text(self._detokenizer.finish())
         self._text += self._stop_strings.finish()
+        if self._stop_strings.found is not None and finish_reason in ("stop", "length"):
+            self.finish_reason, self.stop_reason = "stop", self._stop_strings.found
 
     def output(self) -> CompletionOutput:
         """What the user gets now."""
-        text, token_ids = self._text, self.token_ids
+        text, token_ids, logprobs = self._text, self.token_ids, self._logprobs
         if self._output_kind is RequestOutputKind.DELTA:
             text, token_ids = text[self._num_shown_characters :], token_ids[self._num_shown_tokens :]
+            logprobs = logprobs[self._num_shown_tokens :]
             self._num_shown_characters, self._num_shown_tokens = len(self._text), len(self.token_ids)
         elif self.finish_reason is None:
-            token_ids = token_ids.copy()
+            token_ids, logprobs = token_ids.copy(), logprobs.copy()
         return CompletionOutput(
             index=self.index,
             text=text,
             token_ids=token_ids,
             cumulative_logprob=self._cumulative_logprob,
+            logprobs=None if self.request.sampling_params.logprobs is None else logprobs,
             finish_reason=cast("FinishReason | None", self.finish_reason),
             stop_reason=self.stop_reason,
         )
@@ -99,4 +114,5 @@ class ChoiceState:
 
     def _append_text(self, text: str) -> None:
         min_tokens = self.request.sampling_params.min_tokens
-        self._text += self._stop_strings.append(text, honour=len(self.token_ids) >= min_tokens)
+        honour = min_tokens == 0 or len(self.token_ids) > min_tokens  # as for a stop token
+        self._text += self._stop_strings.append(text, honour=honour)

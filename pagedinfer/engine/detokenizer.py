@@ -31,13 +31,22 @@ class Detokenizer:
     Args:
         tokenizer: of transformers; the text is that of its backend, without clean-up of spaces.
         skip_special_tokens: leave special tokens out.
+        spaces_between_special_tokens: put spaces between special tokens. Only tokenizers without a backend
+            (those written in Python) do either; the others put what their decoder says.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, *, skip_special_tokens: bool = True) -> None:
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        skip_special_tokens: bool = True,
+        spaces_between_special_tokens: bool = True,
+    ) -> None:
         backend = getattr(tokenizer, "backend_tokenizer", None)
         self._tokenizer = tokenizer
         self._backend = backend
         self._skip_special_tokens = skip_special_tokens
+        self._spaces = spaces_between_special_tokens
         self._window: list[int] = []
         self._shown = ""  # of the window's text, what has been given out
         self._clean = 0  # how many tokens of the window ended with nothing left to wait
@@ -124,5 +133,8 @@ class Detokenizer:
             text: str = self._backend.decode(token_ids, skip_special_tokens=skip)
             return text
         return self._tokenizer.decode(  # type: ignore[no-any-return]
-            token_ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False
+            token_ids,
+            skip_special_tokens=skip,
+            clean_up_tokenization_spaces=False,
+            spaces_between_special_tokens=self._spaces,
         )

@@ -7,7 +7,14 @@ from typing import TYPE_CHECKING
 
 from pagedinfer.config import EngineConfig
 from pagedinfer.engine.batch import Batch
-from pagedinfer.engine.input_processor import InputProcessor, ProcessedPrompt, Prompt
+from pagedinfer.engine.generation_defaults import default_sampling_params
+from pagedinfer.engine.input_processor import (
+    InputProcessor,
+    ProcessedPrompt,
+    Prompt,
+    num_known_tokens,
+    truncate,
+)
 from pagedinfer.engine.output_processor import OutputProcessor
 from pagedinfer.engine.request import Request
 from pagedinfer.engine.scheduler import Scheduler, SchedulerConfig
@@ -38,7 +45,10 @@ class LLMEngine:
         self.tokenizer = (
             None if config.skip_tokenizer_init else load_tokenizer(config.tokenizer or config.model)
         )
-        self.worker = Worker(config, self.model_config)
+        self.default_sampling_params = default_sampling_params(
+            config.generation_config, self.model_config.generation
+        )
+        self.worker = Worker(config, self.model_config, num_tokens=num_known_tokens(self.tokenizer))
         self.scheduler = Scheduler(
             SchedulerConfig(
                 max_num_seqs=self.worker.max_num_seqs,
@@ -74,7 +84,7 @@ class LLMEngine:
         Args:
             request_id: unique among the unfinished requests.
             prompt: as `LLM.generate` takes one.
-            params: how to sample.
+            params: how to sample; by default as `LLM.get_default_sampling_params` says.
             priority: lower is more urgent; looked at under scheduling_policy="priority".
             output_kind: instead of the one in `params`.
 
@@ -83,10 +93,12 @@ class LLMEngine:
             RequestTooLargeError: the request can never fit; the message has both sizes and what to change.
         """
         self._check_open()
-        params = params or SamplingParams()
-        params.check_model(self.model_config.vocab_size)
+        params = params or self.default_sampling_params
+        self.check_params(params)
         if not isinstance(prompt, ProcessedPrompt):
             prompt = self.input_processor.process(prompt)
+        prompt = truncate(prompt, params, self.worker.max_model_len)
+        bad_word_ids = self.input_processor.bad_word_ids(params.bad_words or ())
         seed = request_seed(params.seed, self.config.seed, self._num_requests)
         first, *further = (
             Request(
@@ -96,6 +108,9 @@ class LLMEngine:
                 eos_token_ids=self._eos_token_ids,
                 seed=mix64(seed, i),
                 priority=priority,
+                skip_reading_prefix_cache=params.prompt_logprobs is not None,
+                bad_word_ids=bad_word_ids,
+                num_logprobs=self.model_config.vocab_size if params.logprobs == -1 else params.logprobs,
             )
             for i in range(params.n)
         )
@@ -104,6 +119,11 @@ class LLMEngine:
             self.scheduler.fork(request_id, choice)
         self._outputs.add(first, prompt, output_kind or params.output_kind, further)
         self._num_requests += 1
+
+    def check_params(self, params: SamplingParams) -> None:
+        """Raises ValueError if these parameters do not suit the model or its tokenizer."""
+        params.check_model(self.model_config.vocab_size, self.config.max_logprobs)
+        self.input_processor.bad_word_ids(params.bad_words or ())
 
     def step(self) -> list[RequestOutput]:
         """Runs one step and returns what it gave: an output for each request that got a token or ended.
@@ -120,6 +140,7 @@ class LLMEngine:
             output = self.worker.execute(batch).result()
             self._observe_costs(batch, time.perf_counter() - started)
             updates = self.scheduler.update(batch, output)
+            self._outputs.note_prompts(output.prompts)
             return self._outputs.process(updates, self.scheduler)
         except BaseException:
             self.scheduler.abort_all()

@@ -8,6 +8,7 @@ from numbers import Integral
 from typing import TYPE_CHECKING, Any, TypedDict
 
 from pagedinfer.config import unknown_option_message
+from pagedinfer.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -73,6 +74,25 @@ class InputProcessor:
                 raise ValueError(f"prompt {i} of {len(prompts)}: {error}") from None
         return processed
 
+    def bad_word_ids(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """The tokens of these texts, each at the beginning of a text and after a space.
+
+        Raises:
+            ValueError: there is no tokenizer, or a text without tokens.
+        """
+        if not words:
+            return ()
+        if self._tokenizer is None:
+            raise ValueError("bad_words needs a tokenizer; without one, logit_bias can ban token ids")
+        sequences: dict[tuple[int, ...], None] = {}
+        for word in words:
+            for text in (word, " " + word.lstrip()):
+                token_ids = tuple(self._tokenizer.encode(text, add_special_tokens=False))
+                if not token_ids:
+                    raise ValueError(f"bad_words must hold texts that have tokens, got {word!r}")
+                sequences[token_ids] = None
+        return tuple(sequences)
+
     def _process_mapping(self, prompt: Mapping[str, Any]) -> ProcessedPrompt:
         known = {"prompt", "prompt_token_ids"}
         for key in prompt:
@@ -115,6 +135,24 @@ class InputProcessor:
                 f"{_short(wrong[0])}"
             )
         return [int(x) for x in token_ids]
+
+
+def num_known_tokens(tokenizer: PreTrainedTokenizerBase | None) -> int | None:
+    """One more than the largest id that the tokenizer knows; None: there is none to ask."""
+    if tokenizer is None:
+        return None
+    largest: int = max(tokenizer.get_vocab().values())
+    return largest + 1
+
+
+def truncate(prompt: ProcessedPrompt, params: SamplingParams, max_model_len: int) -> ProcessedPrompt:
+    """The prompt without its first tokens, as `params.truncate_prompt_tokens` says."""
+    limit = params.truncate_prompt_tokens
+    if limit is None:
+        return prompt
+    if limit == -1:
+        limit = max(1, max_model_len - (params.max_tokens or 1))
+    return ProcessedPrompt(prompt.text, prompt.token_ids[-limit:])
 
 
 def _short(value: Any) -> str:

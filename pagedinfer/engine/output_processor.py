@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from pagedinfer.engine.batch import AdmittedRequest
+from pagedinfer.engine.batch import AdmittedRequest, BestTokens
 from pagedinfer.engine.choice_state import ChoiceState
 from pagedinfer.engine.input_processor import ProcessedPrompt
+from pagedinfer.engine.logprob_maker import LogprobMaker
 from pagedinfer.engine.request import Request, RequestStatus
+from pagedinfer.engine.request_update import TopTokens
 from pagedinfer.engine.scheduler import RequestUpdate, Scheduler
-from pagedinfer.outputs import RequestMetrics, RequestOutput
+from pagedinfer.outputs import Logprob, RequestMetrics, RequestOutput
 from pagedinfer.sampling_params import RequestOutputKind
 
 if TYPE_CHECKING:
@@ -34,6 +36,9 @@ class _RequestState:
         self.output_kind = output_kind
         self.news: list[ChoiceState] = []  # choices to which the step under way gave something
         self.num_unfinished = len(choices)
+        self.prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+        if choices[0].request.sampling_params.prompt_logprobs is not None:
+            self.prompt_logprobs = [None] * len(prompt.token_ids)
         self.metrics = RequestMetrics(
             arrival_time=choices[0].request.arrival_time, queued_ts=time.monotonic()
         )
@@ -60,6 +65,9 @@ class _RequestState:
         if self.output_kind is RequestOutputKind.FINAL_ONLY and not finished:
             return None
         shown = news if self.output_kind is RequestOutputKind.DELTA else self.choices
+        prompt_logprobs = self.prompt_logprobs
+        if self.output_kind is RequestOutputKind.DELTA:
+            self.prompt_logprobs = None
         failed = any(choice.finish_reason == "error" for choice in self.choices)
         return RequestOutput(
             request_id=self.request_id,
@@ -67,6 +75,7 @@ class _RequestState:
             prompt_token_ids=self.prompt.token_ids,
             outputs=[choice.output() for choice in shown],
             finished=finished,
+            prompt_logprobs=prompt_logprobs,
             metrics=self.metrics,
             num_cached_tokens=self.choices[0].request.num_cached_tokens,
             error=_NOT_SAMPLED if failed else None,
@@ -78,6 +87,7 @@ class OutputProcessor:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase | None) -> None:
         self._tokenizer = tokenizer
+        self._logprob_maker = LogprobMaker(tokenizer)
         self._states: dict[str, _RequestState] = {}
         self._choices: dict[str, tuple[_RequestState, ChoiceState]] = {}  # by the scheduler's ids
 
@@ -90,7 +100,7 @@ class OutputProcessor:
     ) -> None:
         """Begins a request's output; its id is that of its first choice."""
         choices = [
-            ChoiceState(i, choice, output_kind, self._tokenizer)
+            ChoiceState(i, choice, output_kind, self._tokenizer, self._logprob_maker)
             for i, choice in enumerate((request, *further_choices))
         ]
         state = _RequestState(choices, prompt, output_kind)
@@ -103,6 +113,20 @@ class OutputProcessor:
         for each in admitted:
             metrics = self._choices[each.request_id][0].metrics
             metrics.scheduled_ts = metrics.scheduled_ts or time.monotonic()
+
+    def note_prompts(self, prompts: Mapping[str, tuple[int, BestTokens]]) -> None:
+        """Takes in what a step found of prompts; see `StepOutput.prompts`."""
+        for request_id, (first, best) in prompts.items():
+            state = self._states.get(request_id)
+            if state is None or state.prompt_logprobs is None:
+                continue  # aborted, or a further choice, whose prompt has been rated already
+            for row, logprob in enumerate(best.logprobs.tolist()):
+                token_id = state.prompt.token_ids[first + row]
+                top_ids = [token for token in best.top_ids[row].tolist() if token >= 0]
+                top = TopTokens(
+                    int(best.ranks[row]), top_ids, best.top_logprobs[row, : len(top_ids)].tolist()
+                )
+                state.prompt_logprobs[first + row] = self._logprob_maker.make(token_id, logprob, top)
 
     def process(self, updates: Iterable[RequestUpdate], scheduler: Scheduler) -> list[RequestOutput]:
         """The outputs of a step, in the order of its updates. A stop string ends its request here."""

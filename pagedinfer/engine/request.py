@@ -56,12 +56,14 @@ class Request:
         skip_reading_prefix_cache: compute every token of the prompt, even if the cache has it (for the
             log-probabilities of the prompt).
         output_token_ids: tokens that count as generated already (a fork of a running request).
+        bad_word_ids: `sampling_params.bad_words`, each as tokens.
         num_logprobs: how many of the best tokens each step reports beside the drawn one and its rank;
             None: neither.
     """
 
     __slots__ = (
         "arrival_time",
+        "bad_word_ids",
         "block_ids",
         "cache_salt",
         "capacity",
@@ -106,6 +108,7 @@ class Request:
         cache_salt: str = "",
         skip_reading_prefix_cache: bool = False,
         output_token_ids: Sequence[int] = (),
+        bad_word_ids: tuple[tuple[int, ...], ...] = (),
         num_logprobs: int | None = None,
     ) -> None:
         if not prompt_token_ids:
@@ -118,6 +121,7 @@ class Request:
         self.arrival_time = time.time() if arrival_time is None else arrival_time
         self.cache_salt = cache_salt
         self.skip_reading_prefix_cache = skip_reading_prefix_cache
+        self.bad_word_ids = bad_word_ids
         self.num_logprobs = num_logprobs
 
         # Tokens: the prompt and what was generated and is known to the host. Those that a step in

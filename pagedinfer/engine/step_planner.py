@@ -256,6 +256,8 @@ class StepPlanner:
                 block_ids=request.block_ids.copy(),
                 sampling_params=request.sampling_params,
                 seed=request.seed,
+                stop_token_ids=request.stop_set,
+                bad_word_ids=request.bad_word_ids,
                 num_logprobs=request.num_logprobs,
             )
         )

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from pagedinfer import ops
-from pagedinfer.engine.batch import Batch
+from pagedinfer.engine.batch import Batch, ScheduledRequest
 from pagedinfer.layers.attention import AttentionBatch
 from pagedinfer.models.causal_lm import CausalLM
 from pagedinfer.models.model_config import ModelConfig
+from pagedinfer.runner.best_tokens import PromptRater
 from pagedinfer.runner.cuda_graphs import DecodeGraphs
 from pagedinfer.runner.input_batch import InputBatch, StepInputs
 from pagedinfer.runner.kv_cache import KVCache
@@ -40,7 +41,10 @@ class ModelRunner:
     """A model, its KV cache and the state of the requests in its slots.
 
     Steps of decodes alone are padded to one of `decode_sizes` and run as CUDA graphs on a GPU. Other steps,
-    those with a request that asks for the best tokens, and all if there are no sizes, are run as they are.
+    those with a request that changes its logits or asks for more than tokens, and all if there are no sizes,
+    are run as they are.
+
+    `num_tokens`: token ids from here on are never drawn; by default all of the model's vocabulary may be.
     """
 
     def __init__(
@@ -53,6 +57,7 @@ class ModelRunner:
         max_model_len: int,
         device: torch.device,
         decode_sizes: Sequence[int] = (),
+        num_tokens: int | None = None,
     ) -> None:
         self._model = model
         self._config = config
@@ -65,10 +70,12 @@ class ModelRunner:
             block_size=cache.shape.block_size,
             device=device,
         )
-        self._sampler = Sampler(max_num_seqs=max_num_seqs, vocab_size=config.vocab_size, device=device)
-        self._top_logprobs = TopLogprobs(
-            max_num_seqs=max_num_seqs, vocab_size=config.vocab_size, device=device
+        num_tokens = min(config.vocab_size, num_tokens or config.vocab_size)
+        self._sampler = Sampler(
+            max_num_seqs=max_num_seqs, vocab_size=config.vocab_size, num_tokens=num_tokens, device=device
         )
+        self._prompt_rater = PromptRater(num_tokens, device)
+        self._top_logprobs = TopLogprobs(max_num_seqs=max_num_seqs, vocab_size=num_tokens, device=device)
         self._graphs = DecodeGraphs(decode_sizes, device)
 
     @torch.inference_mode()
@@ -78,11 +85,12 @@ class ModelRunner:
             self._inputs.release(slot)
         for admitted in batch.admitted:
             self._inputs.admit(admitted)
-            self._sampler.set(admitted.slot, admitted.sampling_params, admitted.seed)
+            self._sampler.set(admitted)
+            self._prompt_rater.set(admitted)
             self._top_logprobs.set(admitted.slot, admitted.num_logprobs)
         self._cache.move(batch)
         self._sampler.upload()
-        if len(batch.requests) <= self._graphs.max_rows and not self._top_logprobs.wanted_by(batch):
+        if self._can_be_graph(batch):
             packed = self._inputs.pack_decodes(batch)
             if packed is not None:
                 return self._graphs.run(packed, self._decode)
@@ -93,26 +101,47 @@ class ModelRunner:
         for request in batch.requests:
             if request.new_block_ids:
                 self._inputs.append_blocks(request.slot, request.new_block_ids)
-        num_sampled = sum(request.sample for request in batch.requests)
-        drawn = DrawnTokens(num_sampled, self._device)
+        sampled = [request for request in batch.requests if request.sample]
+        drawn = DrawnTokens(len(sampled), self._device)
+        if not batch.requests:
+            return StepResult(drawn, 0)
+        inputs = self._inputs.prepare(batch)
+        hidden = self._forward(inputs)
+        with _full_float32():
+            prompts = self._prompt_rater.rate(batch, hidden, self._model.compute_logits)
+        logits = self._compute_logits(inputs, hidden)
         top = None
-        if batch.requests:
-            inputs = self._inputs.prepare(batch)
-            logits = self._compute_logits(inputs)
-            self._draw(inputs, logits, drawn)
-            if logits is not None and self._top_logprobs.wanted_by(batch):
+        if logits is not None:
+            self._draw(inputs, logits, drawn, sampled)
+            if self._top_logprobs.wanted_by(batch):
                 top = self._top_logprobs.compute(batch, logits, drawn.token_ids)
-        return StepResult(drawn, num_sampled, top)
+        return StepResult(drawn, len(sampled), top, prompts)
+
+    def _can_be_graph(self, batch: Batch) -> bool:
+        """Whether a graph may serve this step, if it is one of decodes alone."""
+        return (
+            len(batch.requests) <= self._graphs.max_rows
+            and self._sampler.is_plain(batch.requests)
+            and not self._top_logprobs.wanted_by(batch)
+        )
 
     def _decode(self, packed: Tensor, drawn: DrawnTokens) -> None:
         """A step of decodes alone; see `InputBatch.prepare_decodes`."""
         inputs = self._inputs.prepare_decodes(packed)
-        self._draw(inputs, self._compute_logits(inputs), drawn)
+        self._draw(inputs, self._compute_logits(inputs, self._forward(inputs)), drawn, ())
 
-    def _draw(self, inputs: StepInputs, logits: Tensor | None, drawn: DrawnTokens) -> None:
+    def _draw(
+        self,
+        inputs: StepInputs,
+        logits: Tensor | None,
+        drawn: DrawnTokens,
+        sampled: Sequence[ScheduledRequest],
+    ) -> None:
+        """See `Sampler.sample`; the tokens go into the next step, too."""
         if logits is not None:
-            self._sampler.sample(logits, inputs.sample_slots, inputs.output_positions, drawn)
-            self._inputs.set_last_tokens(inputs.sample_slots, drawn.token_ids)
+            slots, positions = inputs.sample_slots, inputs.output_positions
+            self._sampler.sample(logits, slots, positions, drawn, sampled)
+            self._inputs.set_last_tokens(slots, drawn.token_ids)
 
     @torch.inference_mode()
     def capture_graphs(self, sizes: Sequence[int], *, seconds: float = math.inf) -> int:
@@ -134,25 +163,29 @@ class ModelRunner:
         """Runs a batch of new requests from end to end, but writes nothing into the cache."""
         for admitted in batch.admitted:
             self._inputs.admit(admitted)
-            self._sampler.set(admitted.slot, admitted.sampling_params, admitted.seed)
+            self._sampler.set(admitted)
         self._sampler.upload()
         inputs = self._inputs.prepare(batch)
         inputs.slot_mapping.fill_(-1)
         drawn = DrawnTokens(inputs.sample_slots.shape[0], self._device)
-        self._draw(inputs, self._compute_logits(inputs), drawn)
+        self._draw(inputs, self._compute_logits(inputs, self._forward(inputs)), drawn, batch.requests)
 
-    def _compute_logits(self, inputs: StepInputs) -> Tensor | None:
-        """Runs the model; the logits of the rows that draw, [S, padded vocabulary], None if none does."""
+    def _forward(self, inputs: StepInputs) -> Tensor:
+        """Runs the model; [T, hidden size]."""
         with _full_float32():
-            return self._forward(inputs)
+            hidden: Tensor = self._model(
+                inputs.input_ids, inputs.positions, self._cache.blocks, self._attention(inputs)
+            )
+        return hidden
 
-    def _forward(self, inputs: StepInputs) -> Tensor | None:
-        hidden = self._model(inputs.input_ids, inputs.positions, self._cache.blocks, self._attention(inputs))
+    def _compute_logits(self, inputs: StepInputs, hidden: Tensor) -> Tensor | None:
+        """The logits of the rows that draw, [S, padded vocabulary]; None if none does."""
         if inputs.sample_slots.shape[0] == 0:
             return None
         if inputs.sample_rows is not None:
             hidden = hidden.index_select(0, inputs.sample_rows)
-        return self._model.compute_logits(hidden)
+        with _full_float32():
+            return self._model.compute_logits(hidden)
 
     def _attention(self, inputs: StepInputs) -> AttentionBatch:
         plans = {

@@ -17,7 +17,7 @@ def largest_batch(*, max_num_seqs: int, max_num_batched_tokens: int, max_model_l
     num_requests = min(max_num_seqs, max_num_batched_tokens)
     left = max_num_batched_tokens
     batch = Batch(step=0)
-    params = SamplingParams(temperature=0.8, top_k=50, top_p=0.95, min_p=0.01)
+    params = SamplingParams(temperature=0.8, top_k=50, top_p=0.95, min_p=0.01, presence_penalty=0.1)
     for slot in range(num_requests):
         others = num_requests - slot - 1
         length = min(max_model_len, left - others)

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from pagedinfer import ops
+from pagedinfer.engine.batch import AdmittedRequest, ScheduledRequest
+from pagedinfer.runner.slot_changes import SlotChanges
 from pagedinfer.runner.step_result import DrawnTokens
+from pagedinfer.runner.token_history import TokenHistory
 from pagedinfer.runner.upload import upload
 from pagedinfer.sampling_params import SamplingParams
 
@@ -17,10 +23,17 @@ _BYTES = 24  # of the parameters of a slot
 
 
 class Sampler:
-    """One row of parameters for each slot. A step uploads them only if a request was admitted in it."""
+    """One row of parameters for each slot. A step uploads them only if a request was admitted in it.
 
-    def __init__(self, *, max_num_seqs: int, vocab_size: int, device: torch.device) -> None:
-        self._vocab_size = vocab_size
+    Args:
+        max_num_seqs: number of slots.
+        vocab_size: of the model.
+        num_tokens: token ids from here on are never drawn: they are the model's alone, not the tokenizer's.
+        device: where.
+    """
+
+    def __init__(self, *, max_num_seqs: int, vocab_size: int, num_tokens: int, device: torch.device) -> None:
+        self._num_tokens = num_tokens
         self._device = device
         self._host = np.zeros(_BYTES * max_num_seqs, np.uint8)
 
@@ -47,15 +60,29 @@ class Sampler:
             "min_p": min_p.view(torch.float32),
             "top_k": top_k.view(torch.int32),
         }
+        self._history = TokenHistory()
+        self._changes = SlotChanges(
+            max_num_seqs=max_num_seqs, vocab_size=vocab_size, device=device, history=self._history
+        )
+        self._processed: dict[int, SamplingParams] = {}  # of slots with logits processors
 
-    def set(self, slot: int, params: SamplingParams, seed: int) -> None:
-        """The parameters of a request that takes `slot`, and its 64-bit seed."""
+    def set(self, request: AdmittedRequest) -> None:
+        """The parameters of a request that takes a slot."""
+        slot, params, seed = request.slot, request.sampling_params, request.seed
         self._temperature[slot] = params.temperature
         self._top_k[slot] = params.top_k
         self._top_p[slot] = params.top_p
         self._min_p[slot] = params.min_p
         self._seeds[slot] = seed - _INT64 if seed >= _INT64 // 2 else seed  # the same 64 bits, signed
         self._changed = True
+        self._changes.set(request)
+        if params.logits_processors or any(len(word) > 1 for word in request.bad_word_ids):
+            self._history.begin(request)
+        else:
+            self._history.forget(slot)
+        self._processed.pop(slot, None)
+        if params.logits_processors:
+            self._processed[slot] = params
 
     def upload(self) -> None:
         """Tells the device what was set; call before a step that draws."""
@@ -64,7 +91,23 @@ class Sampler:
             self._packed.copy_(packed)
             self._changed = False
 
-    def sample(self, logits: Tensor, slots: Tensor, positions: Tensor, out: DrawnTokens) -> None:
+    def is_plain(self, requests: Sequence[ScheduledRequest]) -> bool:
+        """Whether all these requests are sampled by their logits as they are.
+
+        Then `sample` may be told of no requests, and do the same in every step, as a CUDA graph does.
+        """
+        return not any(
+            request.slot in self._processed or self._changes.changes(request) for request in requests
+        )
+
+    def sample(
+        self,
+        logits: Tensor,
+        slots: Tensor,
+        positions: Tensor,
+        out: DrawnTokens,
+        requests: Sequence[ScheduledRequest],
+    ) -> None:
         """Draws a token for each row.
 
         Args:
@@ -73,14 +116,50 @@ class Sampler:
             positions: int64 [max_num_seqs], by slot: the index of the generated token, from 0.
             out: of num_rows rows. A token is -1 where none could be drawn; its log-probability is that
                 before temperature and filters.
+            requests: those that draw, in the order of the rows; may be left out if they are plain.
         """
+        processed = [
+            (row, self._processed[r.slot]) for row, r in enumerate(requests) if r.slot in self._processed
+        ]
         ops.sample_tokens(
-            logits,
+            self._process(logits, requests, processed) if processed else logits,
             slots,
             positions=positions,
-            vocab_size=self._vocab_size,
+            vocab_size=self._num_tokens,
             token_ids=out.token_ids,
             logprobs=out.logprobs,
-            changes=None,
+            changes=self._changes.prepare(requests),
             **self._parameters,
         )
+        self._history.note([request.slot for request in requests], out.token_ids)
+        if processed:
+            raw = ops.top_logprobs(logits, out.token_ids, 0, vocab_size=self._num_tokens)
+            out.logprobs.copy_(raw.logprobs)
+
+    def _process(
+        self,
+        logits: Tensor,
+        requests: Sequence[ScheduledRequest],
+        processed: list[tuple[int, SamplingParams]],
+    ) -> Tensor:
+        """A copy of the logits in float32 with the rows that the requests' own processors give."""
+        changed = logits.float().clone()
+        for row, params in processed:
+            slot = requests[row].slot
+            output = self._history.output(slot).copy()
+            values = changed[row, : self._num_tokens].clone()
+            for processor in params.logits_processors or ():
+                if _num_arguments(processor) >= 3:
+                    values = processor(self._history.prompt(slot).copy(), output, values)
+                else:
+                    values = processor(output, values)
+            changed[row, : self._num_tokens] = values
+        return changed
+
+
+def _num_arguments(processor: object) -> int:
+    assert callable(processor)
+    try:
+        return len(inspect.signature(processor).parameters)
+    except (TypeError, ValueError):  # of a builtin
+        return 2

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from pagedinfer.engine.batch import StepOutput
+from pagedinfer.runner.best_tokens import BestTokensOnTheWay, join
 from pagedinfer.runner.top_logprobs import TopLogprobsResult
 
 
@@ -33,11 +34,18 @@ class DrawnTokens:
 class StepResult:
     """The first `num_rows` rows of what a step drew, on their way to the host.
 
-    `top`: the best tokens of some of them, likewise.
+    `top`: the best tokens of some of them, likewise; `prompts`: see `PromptRater.rate`.
     """
 
-    def __init__(self, drawn: DrawnTokens, num_rows: int, top: TopLogprobsResult | None = None) -> None:
+    def __init__(
+        self,
+        drawn: DrawnTokens,
+        num_rows: int,
+        top: TopLogprobsResult | None = None,
+        prompts: dict[str, tuple[int, list[BestTokensOnTheWay]]] | None = None,
+    ) -> None:
         self._top = top
+        self._prompts = prompts or {}
         self._num_rows = num_rows
         self._num_padded_rows = drawn.token_ids.shape[0]
         self._ready: torch.cuda.Event | None = None
@@ -58,6 +66,7 @@ class StepResult:
         output = StepOutput(
             packed[:split].view("int64")[: self._num_rows],
             packed[split:].view("float32")[: self._num_rows],
+            prompts={name: (first, join(pieces)) for name, (first, pieces) in self._prompts.items()},
         )
         if self._top is not None:
             self._top.add_to(output)

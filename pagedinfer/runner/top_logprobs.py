@@ -8,6 +8,7 @@ from torch import Tensor
 
 from pagedinfer import ops
 from pagedinfer.engine.batch import Batch, StepOutput
+from pagedinfer.runner.best_tokens import best_tokens
 from pagedinfer.runner.upload import upload
 
 
@@ -46,7 +47,7 @@ class TopLogprobs:
         if len(rows) < len(wanted):
             (index,) = upload([np.array(rows, np.int64)], self._device)
             logits, token_ids = logits.index_select(0, index), token_ids.index_select(0, index)
-        top = ops.top_logprobs(logits, token_ids, most, vocab_size=self._vocab_size)
+        top = best_tokens(logits, token_ids, most, self._vocab_size)
         return TopLogprobsResult(rows, len(wanted), top)
 
 

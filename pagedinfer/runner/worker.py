@@ -42,7 +42,10 @@ class Worker:
         OutOfMemoryError: the weights, the KV cache or the swap space do not fit.
     """
 
-    def __init__(self, config: EngineConfig, model_config: ModelConfig) -> None:
+    def __init__(
+        self, config: EngineConfig, model_config: ModelConfig, *, num_tokens: int | None = None
+    ) -> None:
+        self._num_tokens = num_tokens
         self.device = resolve_device(config.device)
         self.dtype = resolve_dtype(config.dtype, model_config.dtype, self.device)
         self._config = config
@@ -174,6 +177,7 @@ class Worker:
             cache,
             max_num_seqs=self.max_num_seqs,
             max_model_len=max_model_len,
+            num_tokens=self._num_tokens,
             device=self.device,
             decode_sizes=self._decode_sizes(),
         )

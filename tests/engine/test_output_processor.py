@@ -184,3 +184,14 @@ def test_without_detokenization_there_is_no_text() -> None:
     outputs = run_words(["one", "x"], detokenize=False, kind=RequestOutputKind.CUMULATIVE)
     assert [output.text for output in outputs] == ["", ""]
     assert outputs[-1].token_ids == [WORDS.index("one"), WORDS.index("x")]
+
+
+@pytest.mark.parametrize("kind", RequestOutputKind)
+def test_a_stop_string_that_only_the_flush_completes(kind: RequestOutputKind) -> None:
+    """The end of the text waited for the rest of a character; shown as U+FFFD, it is a stop string."""
+    tokenizer = byte_level_tokenizer()
+    (first, *_) = tokenizer.encode("é")  # the first of two bytes
+    letters = tokenizer.encode("ab")
+    outputs = run(tokenizer, [*letters, first], stop="b\N{REPLACEMENT CHARACTER}", kind=kind)
+    assert (joined(outputs) if kind is RequestOutputKind.DELTA else outputs[-1].text) == "a"
+    assert (outputs[-1].finish_reason, outputs[-1].stop_reason) == ("stop", "b\N{REPLACEMENT CHARACTER}")
