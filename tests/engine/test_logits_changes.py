@@ -26,9 +26,9 @@ PROMPTS = random_prompts((7, 20, 33), seed=4)
 NUM_TOKENS = 24
 
 
-@pytest.fixture(scope="module")
-def llm(tiny_llama: TinyModel) -> Iterator[LLM]:
-    with LLM(tiny_llama.path, **OPTIONS) as llm:
+@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def llm(request: pytest.FixtureRequest, tiny_llama: TinyModel) -> Iterator[LLM]:
+    with LLM(tiny_llama.path, **OPTIONS | {"device": request.param}) as llm:
         yield llm
 
 
@@ -261,7 +261,7 @@ def test_penalties_and_bans_survive_preemption(mode: str, llm: LLM, tiny_llama: 
     ]
     expected = generate(llm, prompts, params)
     small = {"num_gpu_blocks_override": 9, "max_model_len": 128, "swap_space": 0.01, "preemption_mode": mode}
-    with LLM(tiny_llama.path, **OPTIONS | small) as other:
+    with LLM(tiny_llama.path, **OPTIONS | small | {"device": llm.llm_engine.config.device}) as other:
         engine = other.llm_engine
         engine.scheduler = Scheduler(replace(engine.scheduler.config, admission_policy="greedy"))
         outputs = generate(other, prompts, params)

@@ -18,6 +18,7 @@ from tests.models.parity import random_prompts, transformers_logits
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 VOCAB_SIZE = 320
+TOLERANCE = 1e-4
 OPTIONS: dict[str, Any] = {
     "device": "cpu",
     "num_gpu_blocks_override": 128,
@@ -27,9 +28,9 @@ OPTIONS: dict[str, Any] = {
 PROMPTS = random_prompts((1, 6, 40), seed=11)
 
 
-@pytest.fixture(scope="module")
-def llm(tiny_llama: TinyModel) -> Iterator[LLM]:
-    with LLM(tiny_llama.path, **OPTIONS) as llm:
+@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def llm(request: pytest.FixtureRequest, tiny_llama: TinyModel) -> Iterator[LLM]:
+    with LLM(tiny_llama.path, **OPTIONS | {"device": request.param}) as llm:
         yield llm
 
 
@@ -44,12 +45,17 @@ def expected_logprobs(model: TinyModel, token_ids: list[int]) -> Tensor:
 
 def check_entry(entry: dict[int, Logprob], token: int, row: Tensor, num_top: int) -> None:
     """k entries, or k + 1 with the token, in the order of their ranks, which are the true ones."""
-    order = row.sort(descending=True, stable=True).indices.tolist()
-    top = order[: VOCAB_SIZE if num_top == -1 else num_top]
-    assert list(entry) == top + [token] * (token not in top)
-    for token_id, logprob in entry.items():
-        assert logprob.rank == order.index(token_id) + 1
-        assert logprob.logprob == pytest.approx(float(row[token_id]), abs=1e-4)
+    count = VOCAB_SIZE if num_top == -1 else num_top
+    ranks = [logprob.rank or 0 for logprob in entry.values()]
+    assert ranks[:count] == list(range(1, count + 1))
+    assert token in entry
+    assert len(entry) == count + (max(ranks) > count)
+    values = [logprob.logprob for logprob in entry.values()]
+    assert values == sorted(values, reverse=True)
+    assert values == pytest.approx(row[list(entry)].tolist(), abs=TOLERANCE)
+    for token_id, rank in zip(entry, ranks, strict=True):
+        certain = int((row > row[token_id] + TOLERANCE).sum())
+        assert certain < rank <= int((row >= row[token_id] - TOLERANCE).sum())
 
 
 @pytest.mark.parametrize("num_top", [0, 2, VOCAB_SIZE, -1])
