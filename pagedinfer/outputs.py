@@ -34,6 +34,8 @@ class RequestMetrics:
     """From the arrival to the first token."""
     num_generation_tokens: int = 0
     num_preemptions: int = 0
+    num_cached_tokens: int = 0
+    """Tokens of the prompt whose KV was found in the prefix cache."""
 
 
 @dataclass(slots=True)

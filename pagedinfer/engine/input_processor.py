@@ -15,9 +15,10 @@ if TYPE_CHECKING:
 
 
 class TextPrompt(TypedDict, total=False):
-    """A prompt as text."""
+    """A prompt as text. It shares KV through the prefix cache only with prompts of the same `cache_salt`."""
 
     prompt: str
+    cache_salt: str
 
 
 class TokensPrompt(TypedDict, total=False):
@@ -25,6 +26,7 @@ class TokensPrompt(TypedDict, total=False):
 
     prompt_token_ids: Sequence[int]
     prompt: str
+    cache_salt: str
 
 
 Prompt = str | TextPrompt | TokensPrompt | Sequence[int]
@@ -36,6 +38,7 @@ class ProcessedPrompt:
 
     text: str | None
     token_ids: list[int]
+    cache_salt: str = ""
 
 
 class InputProcessor:
@@ -94,19 +97,22 @@ class InputProcessor:
         return tuple(sequences)
 
     def _process_mapping(self, prompt: Mapping[str, Any]) -> ProcessedPrompt:
-        known = {"prompt", "prompt_token_ids"}
+        known = {"prompt", "prompt_token_ids", "cache_salt"}
         for key in prompt:
             if key not in known:
                 raise ValueError(unknown_option_message("a prompt", str(key), known))
         text = prompt.get("prompt")
         if text is not None and not isinstance(text, str):
             raise ValueError(f"'prompt' must be a string, got {_short(text)}")
+        salt = prompt.get("cache_salt", "")
+        if not isinstance(salt, str):
+            raise ValueError(f"'cache_salt' must be a string, got {_short(salt)}")
         token_ids = prompt.get("prompt_token_ids")
         if token_ids is not None:
-            return ProcessedPrompt(text, self._check_ids(token_ids))
+            return ProcessedPrompt(text, self._check_ids(token_ids), salt)
         if text is None:
             raise ValueError("a prompt must have 'prompt' or 'prompt_token_ids', and has neither")
-        return ProcessedPrompt(text, self._encode(text))
+        return ProcessedPrompt(text, self._encode(text), salt)
 
     def _encode(self, text: str) -> list[int]:
         if self._tokenizer is None:

@@ -62,6 +62,7 @@ class _RequestState:
         if finished:
             self.metrics.finished_ts = now
             self.metrics.num_preemptions = sum(choice.request.num_preemptions for choice in self.choices)
+            self.metrics.num_cached_tokens = self.choices[0].request.num_cached_tokens
         if self.output_kind is RequestOutputKind.FINAL_ONLY and not finished:
             return None
         shown = news if self.output_kind is RequestOutputKind.DELTA else self.choices
