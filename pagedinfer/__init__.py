@@ -13,6 +13,9 @@ _EXPORTS = {
     "EngineConfig": "config",
     "SamplingParams": "sampling_params",
     "RequestOutputKind": "sampling_params",
+    "BeamSearchParams": "beam_search",
+    "BeamSearchOutput": "beam_search",
+    "BeamSearchSequence": "beam_search",
     "RequestOutput": "outputs",
     "CompletionOutput": "outputs",
     "Logprob": "outputs",
@@ -30,6 +33,9 @@ _EXPORTS = {
 __all__ = ["__version__", *_EXPORTS]  # pyright: ignore[reportUnsupportedDunderAll]
 
 if TYPE_CHECKING:
+    from pagedinfer.beam_search import BeamSearchOutput as BeamSearchOutput
+    from pagedinfer.beam_search import BeamSearchParams as BeamSearchParams
+    from pagedinfer.beam_search import BeamSearchSequence as BeamSearchSequence
     from pagedinfer.config import EngineConfig as EngineConfig
     from pagedinfer.engine.engine import LLMEngine as LLMEngine
     from pagedinfer.engine.input_processor import TextPrompt as TextPrompt

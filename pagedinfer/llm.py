@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
+from pagedinfer.beam_search import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
 from pagedinfer.chat_template import ChatTemplate, Message, is_conversation
 from pagedinfer.config import EngineConfig, unknown_option_message
 from pagedinfer.engine.engine import LLMEngine
@@ -147,7 +148,8 @@ class LLM:
 
         Args:
             prompts: one prompt or a list of them. A prompt is a string, {"prompt": string},
-                {"prompt_token_ids": [...]} or a bare list of token ids.
+                {"prompt_token_ids": [...]} or a bare list of token ids. A dict may have a "cache_salt": the
+                prefix cache shares KV only between prompts of one salt.
             sampling_params: for all prompts, or one for each; by default `get_default_sampling_params()`.
             use_tqdm: show a progress bar on stderr.
             priority: one integer for each prompt, lower first; needs scheduling_policy="priority".
@@ -170,8 +172,70 @@ class LLM:
         for each in params:
             engine.check_params(each)
         priorities = self._priorities(priority, len(processed))
+
+        def add(request_id: str, index: int) -> None:
+            engine.add_request(
+                request_id,
+                processed[index],
+                params[index],
+                priorities[index],
+                output_kind=RequestOutputKind.FINAL_ONLY,
+            )
+
         with ProgressBar(len(processed), shown=use_tqdm) as bar:
-            return self._run(processed, params, priorities, bar)
+            return self._run(processed, add, [each.n for each in params], bar)
+
+    def beam_search(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: BeamSearchParams,
+        use_tqdm: bool = False,
+    ) -> list[BeamSearchOutput]:
+        """Searches for the most likely continuations of all prompts together.
+
+        The KV of a prompt is computed once, and beams share that of what they have in common.
+
+        Args:
+            prompts: as in `generate`.
+            params: how to search; see `BeamSearchParams` for what a score is and when a search ends.
+            use_tqdm: show a progress bar on stderr.
+
+        Returns:
+            One output for each prompt, in their order, with params.beam_width sequences, the best first.
+            A prompt that can never fit has none, and its `error` says why.
+
+        Raises:
+            ValueError: a malformed prompt or parameter, or more beams than max_num_seqs.
+            KeyboardInterrupt: as in `generate`.
+        """
+        engine = self.llm_engine
+        processed = engine.input_processor.process_all(prompts)
+
+        def add(request_id: str, index: int) -> None:
+            engine.add_beam_search(request_id, processed[index], params)
+
+        with ProgressBar(len(processed), shown=use_tqdm) as bar:
+            outputs = self._run(processed, add, [params.beam_width] * len(processed), bar)
+        return [self._beam_output(output, params) for output in outputs]
+
+    def _beam_output(self, output: RequestOutput, params: BeamSearchParams) -> BeamSearchOutput:
+        tokenizer = self.llm_engine.tokenizer
+        sequences = []
+        for found in output.outputs if output.error is None else ():
+            assert found.cumulative_logprob is not None
+            num_tokens = len(found.token_ids)
+            hidden = found.finish_reason == "stop" and not params.include_stop_str_in_output
+            tokens = output.prompt_token_ids + (found.token_ids[:-1] if hidden else found.token_ids)
+            sequences.append(
+                BeamSearchSequence(
+                    tokens=tokens,
+                    cum_logprob=found.cumulative_logprob,
+                    score=found.cumulative_logprob / num_tokens**params.length_penalty,
+                    text=None if tokenizer is None else cast("str", tokenizer.decode(tokens)),
+                    finish_reason=found.finish_reason,
+                )
+            )
+        return BeamSearchOutput(sequences, output.metrics, output.error)
 
     def chat(
         self,
@@ -220,10 +284,11 @@ class LLM:
     def _run(
         self,
         prompts: list[ProcessedPrompt],
-        params: list[SamplingParams],
-        priorities: list[int],
+        add: Callable[[str, int], None],
+        nums_choices: list[int],
         bar: ProgressBar,
     ) -> list[RequestOutput]:
+        """Runs requests to their ends. `add` queues that of a prompt, by id and the prompt's index."""
         engine = self.llm_engine
         outputs: dict[str, RequestOutput | None] = {}
         unfinished: set[str] = set()
@@ -234,16 +299,14 @@ class LLM:
 
         with deferred_interrupts() as check_interrupt:
             try:
-                for prompt, each, priority in zip(prompts, params, priorities, strict=True):
+                for index, (prompt, num_choices) in enumerate(zip(prompts, nums_choices, strict=True)):
                     request_id = next(self._request_ids)
                     outputs[request_id] = None  # keeps the order of the prompts
                     try:
-                        engine.add_request(
-                            request_id, prompt, each, priority, output_kind=RequestOutputKind.FINAL_ONLY
-                        )
+                        add(request_id, index)
                         unfinished.add(request_id)
                     except RequestTooLargeError as error:
-                        finish(_refused(request_id, prompt, each, error))
+                        finish(_refused(request_id, prompt, num_choices, error))
                 while unfinished:
                     for output in engine.step():
                         if output.finished and output.request_id in unfinished:
@@ -316,14 +379,15 @@ def _one_each(name: str, given: T | Sequence[T], count: int, kind: type[T]) -> l
 
 
 def _refused(
-    request_id: str, prompt: ProcessedPrompt, params: SamplingParams, error: RequestTooLargeError
+    request_id: str, prompt: ProcessedPrompt, num_choices: int, error: RequestTooLargeError
 ) -> RequestOutput:
     return RequestOutput(
         request_id=request_id,
         prompt=prompt.text,
         prompt_token_ids=prompt.token_ids,
         outputs=[
-            CompletionOutput(index=i, text="", token_ids=[], finish_reason="error") for i in range(params.n)
+            CompletionOutput(index=i, text="", token_ids=[], finish_reason="error")
+            for i in range(num_choices)
         ],
         finished=True,
         error=str(error),

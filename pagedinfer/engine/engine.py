@@ -5,8 +5,10 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
+from pagedinfer.beam_search import BeamSearchParams
 from pagedinfer.config import EngineConfig
 from pagedinfer.engine.batch import Batch
+from pagedinfer.engine.beam_searches import BeamSearches
 from pagedinfer.engine.generation_defaults import default_sampling_params
 from pagedinfer.engine.input_processor import (
     InputProcessor,
@@ -67,6 +69,7 @@ class LLMEngine:
         self.input_processor = InputProcessor(self.tokenizer, self.model_config.vocab_size)
         self._outputs = OutputProcessor(self.tokenizer)
         self._eos_token_ids = frozenset(self.model_config.eos_token_ids)
+        self._beam_searches = BeamSearches(self.scheduler, self._eos_token_ids)
         self._num_requests = 0
         self._closed = False
 
@@ -111,6 +114,7 @@ class LLMEngine:
                 skip_reading_prefix_cache=params.prompt_logprobs is not None,
                 bad_word_ids=bad_word_ids,
                 num_logprobs=self.model_config.vocab_size if params.logprobs == -1 else params.logprobs,
+                cache_salt=prompt.cache_salt,
             )
             for i in range(params.n)
         )
@@ -125,6 +129,26 @@ class LLMEngine:
         params.check_model(self.model_config.vocab_size, self.config.max_logprobs)
         self.input_processor.bad_word_ids(params.bad_words or ())
 
+    def add_beam_search(
+        self,
+        request_id: str,
+        prompt: Prompt | ProcessedPrompt,
+        params: BeamSearchParams,
+        priority: int = 0,
+    ) -> None:
+        """Queues a beam search. `step` gives its output once, at its end: a choice for each text, best first.
+
+        Its tokens include the EOS token that ended it; it has no text.
+
+        Raises:
+            ValueError: a malformed prompt, an id that is in use, or more beams than max_num_seqs.
+            RequestTooLargeError: as `add_request`.
+        """
+        self._check_open()
+        if not isinstance(prompt, ProcessedPrompt):
+            prompt = self.input_processor.process(prompt)
+        self._beam_searches.add(request_id, prompt, params, priority)
+
     def step(self) -> list[RequestOutput]:
         """Runs one step and returns what it gave: an output for each request that got a token or ended.
 
@@ -135,16 +159,18 @@ class LLMEngine:
             batch = self.scheduler.schedule()
             if batch.is_empty():
                 return []
-            self._outputs.note_scheduled(batch.admitted)
+            self._outputs.note_scheduled(self._beam_searches.note_scheduled(batch.admitted))
             started = time.perf_counter()
             output = self.worker.execute(batch).result()
             self._observe_costs(batch, time.perf_counter() - started)
             updates = self.scheduler.update(batch, output)
             self._outputs.note_prompts(output.prompts)
-            return self._outputs.process(updates, self.scheduler)
+            updates, found = self._beam_searches.process(updates)
+            return self._outputs.process(updates, self.scheduler) + found
         except BaseException:
             self.scheduler.abort_all()
             self._outputs.clear()
+            self._beam_searches.clear()
             raise
 
     def _observe_costs(self, batch: Batch, seconds: float) -> None:
@@ -159,7 +185,8 @@ class LLMEngine:
 
     def abort_request(self, request_id: str) -> RequestOutput | None:
         """Ends a request and frees all it holds; its output so far, None if it is not there (any more)."""
-        return self._outputs.abort(request_id, self.scheduler)
+        output = self._outputs.abort(request_id, self.scheduler)
+        return self._beam_searches.abort(request_id) if output is None else output
 
     def has_unfinished_requests(self) -> bool:
         """Whether there is anything to do."""
@@ -175,6 +202,7 @@ class LLMEngine:
             self._closed = True
             self.scheduler.abort_all()
             self._outputs.clear()
+            self._beam_searches.clear()
             self.worker.close()
 
     def _check_open(self) -> None:

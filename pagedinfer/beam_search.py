@@ -1,0 +1,86 @@
+"""What a beam search is asked for, and what it gives. Names are vLLM's. Torch-free."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Literal
+
+from pagedinfer.outputs import FinishReason, RequestMetrics
+
+MAX_BEAM_WIDTH = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BeamSearchParams:
+    """How one prompt is searched. `early_stopping` aside, the fields and their defaults are vLLM's.
+
+    The search is transformers': a text's score is its log-probability over (generated tokens, EOS included)
+    to the power of `length_penalty`, and at each position the best 2 * beam_width continuations are looked
+    at (more, if the model has several EOS tokens), of which those that end count among the best beam_width
+    only.
+
+    Raises:
+        ValueError: a value of the wrong type or out of range; the message names it and the range.
+    """
+
+    beam_width: int
+    """Texts that are kept at each position, and returned; 1 to 64."""
+    max_tokens: int
+    """Most tokens to generate; at least 1."""
+    ignore_eos: bool = False
+    """Go on after an end-of-sequence token: all texts have max_tokens tokens."""
+    temperature: float = 0.0
+    """Nothing is drawn: only 0 is allowed."""
+    length_penalty: float = 1.0
+    """Above 0 favours long texts, below 0 short ones."""
+    include_stop_str_in_output: bool = False
+    """Keep the EOS token at the end of a sequence's tokens and text."""
+    early_stopping: bool | Literal["never"] = False
+    """When to stop once beam_width texts have ended. True: at once. False: when the best beam's score, were
+    it to end now, is no better than the worst of them. "never": when it could not become better even by
+    max_tokens."""
+
+    def __post_init__(self) -> None:
+        for name, high in (("beam_width", MAX_BEAM_WIDTH), ("max_tokens", None)):
+            value = getattr(self, name)
+            expected = "an integer >= 1" if high is None else f"an integer in [1, {high}]"
+            if type(value) is not int or value < 1 or (high is not None and value > high):
+                raise ValueError(f"{name} must be {expected}, got {value!r}")
+        for name in ("ignore_eos", "include_stop_str_in_output"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
+        if self.temperature != 0.0:
+            raise ValueError(f"temperature must be 0: beam search draws nothing, got {self.temperature!r}")
+        penalty = self.length_penalty
+        if isinstance(penalty, bool) or not isinstance(penalty, int | float) or not math.isfinite(penalty):
+            raise ValueError(f"length_penalty must be a finite number, got {penalty!r}")
+        if self.early_stopping not in (True, False, "never"):
+            raise ValueError(f'early_stopping must be True, False or "never", got {self.early_stopping!r}')
+
+
+@dataclass(slots=True)
+class BeamSearchSequence:
+    """One text that a search has found."""
+
+    tokens: list[int]
+    """The prompt and what was generated, without the EOS token, unless include_stop_str_in_output."""
+    cum_logprob: float
+    """Sum of the log-probabilities of the generated tokens, EOS included."""
+    score: float
+    """What the sequences are ordered by: cum_logprob with the length penalty."""
+    text: str | None = None
+    """Of `tokens`; None without a tokenizer."""
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+
+
+@dataclass(slots=True)
+class BeamSearchOutput:
+    """What the search of one prompt has found."""
+
+    sequences: list[BeamSearchSequence]
+    """The best first; beam_width of them."""
+    metrics: RequestMetrics = field(default_factory=RequestMetrics)
+    error: str | None = None
+    """Why the prompt could not be searched; there are no sequences then."""
