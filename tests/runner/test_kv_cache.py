@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pagedinfer.engine.batch import Batch
+from pagedinfer.engine.batch import Batch, ScheduledRequest
 from pagedinfer.runner.kv_cache import KVCache, KVCacheShape
 
 SHAPE = KVCacheShape(num_layers=3, num_kv_heads=2, block_size=8, head_dim=64, dtype=torch.float32)
@@ -58,3 +58,46 @@ def test_swaps_out_come_before_swaps_in_and_copies(device: torch.device) -> None
     assert cache.take_swap_timings() == []
     assert contents(cache.blocks) == [10.0, 20.0, 12.0, 20.0, 10.0]
     assert contents(cache.cpu_blocks) == [20.0, 21.0, 11.0, 23.0]
+
+
+@pytest.mark.gpu
+def test_steps_do_not_overtake_the_swaps_that_they_depend_on() -> None:
+    """Blocks that are swapped out and given to the next step, or fetched back by it, many times over."""
+    device = torch.device("cuda")
+    shape = KVCacheShape(num_layers=8, num_kv_heads=8, block_size=16, head_dim=128, dtype=torch.bfloat16)
+    cache = KVCache(shape, num_blocks=256, num_cpu_blocks=128, device=device)
+    ids = torch.arange(128, device=device, dtype=torch.bfloat16).view(-1, 1, 1, 1, 1, 1)
+    out = [(block, block) for block in range(128)]
+    back = [(block, 128 + block) for block in range(128)]
+    for turn in range(8):
+        cache.blocks[:128] = ids + turn
+        cache.move(Batch(step=0, swaps_out=out))
+        taken = list(range(64 * (turn % 2), 64 * (turn % 2) + 64))
+        request = ScheduledRequest("a", 0, start=0, num_tokens=1, sample=True, new_block_ids=taken)
+        cache.move(Batch(step=1, requests=[request]))
+        cache.blocks[taken] = -1.0
+        cache.move(Batch(step=2, swaps_in=back))
+        assert torch.equal(cache.blocks[128:], (ids + turn).expand_as(cache.blocks[128:]))
+        cache.move(Batch(step=3, requests=[request], copies=[(255, block) for block in range(128)]))
+    torch.cuda.synchronize()
+    timings = cache.take_swap_timings()
+    assert len(timings) == 16
+    assert all(seconds > 0 for _, seconds in timings)
+    cache.close()
+
+
+@pytest.mark.gpu
+def test_a_swap_out_does_not_hold_up_a_step() -> None:
+    """A gigabyte leaves while a step that needs none of its blocks is over long before it."""
+    shape = KVCacheShape(num_layers=8, num_kv_heads=8, block_size=16, head_dim=128, dtype=torch.bfloat16)
+    cache = KVCache(shape, num_blocks=2048, num_cpu_blocks=2048, device=torch.device("cuda"))
+    for _ in range(2):  # the first time anything may be slow
+        torch.cuda.synchronize()
+        cache.take_swap_timings()
+        cache.move(Batch(step=0, swaps_out=[(block, block) for block in range(2048)]))
+        torch.cuda.current_stream().synchronize()
+        still_under_way = cache.take_swap_timings() == []
+    assert still_under_way
+    torch.cuda.synchronize()
+    assert len(cache.take_swap_timings()) == 1
+    cache.close()
