@@ -370,6 +370,71 @@ def test_the_prefix_cache_counts_and_changes_nothing(llm: LLM) -> None:
     assert llm.generate(prompts_of(100), GREEDY, use_tqdm=False)[0].num_cached_tokens == 0
 
 
+def test_prompts_of_different_salts_share_nothing(llm: LLM) -> None:
+    llm.reset_prefix_cache()
+    (prompt,) = prompts_of(100)
+    hits = []
+    for salt in ({}, {"cache_salt": "a"}, {"cache_salt": "b"}, {"cache_salt": "a"}, {"cache_salt": ""}):
+        (output,) = llm.generate([{**prompt, **salt}], GREEDY, use_tqdm=False)
+        hits.append(output.num_cached_tokens)
+        assert output.metrics.num_cached_tokens == output.num_cached_tokens
+    assert hits == [0, 0, 0, 96, 96]
+    with pytest.raises(ValueError, match="'cache_salt' must be a string, got 1"):
+        llm.generate([{**prompt, "cache_salt": 1}], GREEDY, use_tqdm=False)  # type: ignore[list-item]
+
+
+@pytest.mark.parametrize("mode", ["swap", "recompute"])
+def test_preemptions_are_counted_by_request_and_by_kind(mode: Any, tiny_llama: TinyModel) -> None:
+    """An urgent request takes the only blocks there are from one that runs; that one later goes on."""
+    options: dict[str, Any] = OPTIONS | {"num_gpu_blocks_override": 6, "max_model_len": 96}
+    options |= {"scheduling_policy": "priority", "preemption_mode": mode, "swap_space": 0.01}
+    with LLM(tiny_llama.path, **options) as llm:
+        patient, urgent = prompts_of(60, 70)
+        urgent["prompt_token_ids"].reverse()  # or else it would share most of its blocks
+        expected = [llm.generate(prompt, GREEDY, use_tqdm=False)[0] for prompt in (patient, urgent)]
+        llm.reset_prefix_cache()
+        engine = llm.llm_engine
+        engine.add_request("patient", patient, GREEDY, 1)
+        outputs = {}
+        for step in range(100):
+            if step == 3:
+                engine.add_request("urgent", urgent, GREEDY, 0)
+            if step > 3 and not engine.has_unfinished_requests():
+                break
+            outputs |= {output.request_id: output for output in engine.step() if output.finished}
+            if step == 3:
+                stats = llm.get_metrics()
+                assert stats.num_running == 1
+                assert (stats.num_waiting, stats.num_swapped) == ((0, 1) if mode == "swap" else (1, 0))
+                assert stats.waiting_reason == "blocks"
+        assert tokens_of([outputs["patient"], outputs["urgent"]]) == tokens_of(expected)
+        assert list(outputs) == ["urgent", "patient"]
+        assert outputs["patient"].metrics.num_preemptions == 1
+        assert outputs["urgent"].metrics.num_preemptions == 0
+        counters = llm.get_metrics().counters
+        by_kind = (counters.num_preemptions_swap, counters.num_preemptions_recompute)
+        assert by_kind == ((1, 0) if mode == "swap" else (0, 1))
+
+
+def test_a_long_prompt_leaves_others_their_pace(tiny_llama: TinyModel) -> None:
+    """With a threshold, no step of a running request has more than so many tokens of a long prompt."""
+    with LLM(tiny_llama.path, **OPTIONS | {"long_prefill_token_threshold": 10}) as llm:
+        engine = llm.llm_engine
+        engine.add_request("short", "Hello", GREEDY)
+        engine.step()
+        engine.add_request("long", prompts_of(60)[0], GREEDY)
+        before = engine.scheduler.counters.num_scheduled_tokens
+        tokens = []
+        for _ in range(6):
+            assert {output.request_id for output in engine.step()} >= {"short"}
+            now = engine.scheduler.counters.num_scheduled_tokens
+            tokens.append(now - before)
+            before = now
+        assert tokens == [11] * 6
+        while engine.has_unfinished_requests():
+            engine.step()
+
+
 def test_times_are_in_order(llm: LLM) -> None:
     metrics = llm.generate("Hello", GREEDY, use_tqdm=False)[0].metrics
     times = [

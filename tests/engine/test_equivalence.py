@@ -1,19 +1,21 @@
 """Whatever the engine does in between, the same requests get the same tokens (fp32, on the CPU).
 
 Greedy and seeded sampling, and log-probabilities within 1e-4: through chunks, prefix hits, pools so small
-that requests are preempted, swaps, and another order of arrival (vllm#16832, vllm#5349, vllm#19940).
+that requests are preempted, swaps, and another order of arrival (vllm#16832, vllm#5349, vllm#19940). Two of
+the requests have four choices.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from pagedinfer import LLM, RequestOutput, SamplingParams
+from pagedinfer.engine.batch import Batch, StepOutput
+from pagedinfer.engine.request_update import RequestUpdate
 from pagedinfer.engine.scheduler import Scheduler
 from pagedinfer.engine.stats import SchedulerCounters
 from pagedinfer.runner.worker import Worker
@@ -29,14 +31,14 @@ PROMPTS = random_prompts((3, 16, 30, 64), seed=8) + [
 PARAMS = [
     SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True),
     SamplingParams(temperature=0.9, seed=1, max_tokens=40, ignore_eos=True),
-    SamplingParams(temperature=1.3, top_k=20, seed=2, max_tokens=40, ignore_eos=True),
+    SamplingParams(temperature=1.3, top_k=20, seed=2, n=4, max_tokens=40, ignore_eos=True),
     SamplingParams(temperature=0.8, top_p=0.9, seed=3, max_tokens=40, ignore_eos=True),
     SamplingParams(temperature=1.0, min_p=0.05, seed=4, max_tokens=40, ignore_eos=True),
-    SamplingParams(temperature=0.7, top_k=50, top_p=0.95, seed=5, max_tokens=40, ignore_eos=True),
+    SamplingParams(temperature=0.7, top_k=50, top_p=0.95, seed=5, n=4, max_tokens=40, ignore_eos=True),
     SamplingParams(temperature=0.0, max_tokens=25, ignore_eos=True),
 ]
 
-# Seven requests come to 497 tokens; the small pool holds 176, and the longest of them 105.
+# The thirteen choices come to 1,009 tokens; the small pool holds 176, and the longest of them 105.
 SMALL: dict[str, Any] = {"num_gpu_blocks_override": 11, "max_model_len": 128}
 ENGINES: dict[str, dict[str, Any]] = {
     "no prefix cache": {"enable_prefix_caching": False},
@@ -60,7 +62,32 @@ ENGINES: dict[str, dict[str, Any]] = {
 }
 
 
-def generate(path: str, order: list[int], **changes: Any) -> tuple[list[RequestOutput], SchedulerCounters]:
+Result = tuple[list[RequestOutput], list[list[list[float]]], SchedulerCounters]
+"""Outputs, the log-probabilities of each one's choices, token by token, and what was counted."""
+
+
+def record_logprobs(llm: LLM) -> dict[str, list[float]]:
+    """By the scheduler's request, filled as the engine runs."""
+    logprobs: dict[str, list[float]] = {}
+    scheduler = llm.llm_engine.scheduler
+    update = scheduler.update
+
+    def recorded(batch: Batch, output: StepOutput) -> list[RequestUpdate]:
+        updates = update(batch, output)
+        for each in updates:
+            logprobs.setdefault(each.request_id, []).extend(each.logprobs)
+        return updates
+
+    scheduler.update = recorded  # type: ignore[method-assign]
+    return logprobs
+
+
+def of_choices(logprobs: dict[str, list[float]], output: RequestOutput) -> list[list[float]]:
+    name = output.request_id
+    return [logprobs[f"{name}#{i}" if i else name] for i in range(len(output.outputs))]
+
+
+def generate(path: str, order: list[int], **changes: Any) -> Result:
     options: dict[str, Any] = {
         "device": "cpu",
         "dtype": "float32",
@@ -71,35 +98,44 @@ def generate(path: str, order: list[int], **changes: Any) -> tuple[list[RequestO
         engine = llm.llm_engine
         # The default admission knows how to avoid most of the preemptions that this test is about.
         engine.scheduler = Scheduler(replace(engine.scheduler.config, admission_policy="greedy"))
+        logprobs = record_logprobs(llm)
         prompts = [{"prompt_token_ids": PROMPTS[i]} for i in order]
         outputs = llm.generate(prompts, [PARAMS[i] for i in order], use_tqdm=False)
-        return [outputs[order.index(i)] for i in range(len(order))], engine.scheduler.counters
+        outputs = [outputs[order.index(i)] for i in range(len(order))]
+        assert llm.get_metrics().num_used_blocks == 0
+        return outputs, [of_choices(logprobs, each) for each in outputs], engine.scheduler.counters
 
 
 @pytest.fixture(scope="module")
-def expected(tiny_llama: TinyModel) -> Iterator[list[RequestOutput]]:
+def expected(tiny_llama: TinyModel) -> Result:
     """Each alone, all at once, in a large pool."""
     with LLM(tiny_llama.path, device="cpu", num_gpu_blocks_override=256, enable_prefix_caching=False) as llm:
-        yield [
+        logprobs = record_logprobs(llm)
+        outputs = [
             llm.generate({"prompt_token_ids": prompt}, params, use_tqdm=False)[0]
             for prompt, params in zip(PROMPTS, PARAMS, strict=True)
         ]
+        return outputs, [of_choices(logprobs, each) for each in outputs], llm.get_metrics().counters
 
 
 @pytest.mark.parametrize("name", ["default", "another order", *ENGINES])
 def test_the_same_tokens(
-    name: str, tiny_llama: TinyModel, expected: list[RequestOutput], monkeypatch: pytest.MonkeyPatch
+    name: str, tiny_llama: TinyModel, expected: Result, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if "padded" in name:  # as CUDA graphs are, here without a graph
         monkeypatch.setattr(Worker, "_decode_sizes", lambda worker: [1, 4, 16])
     order = list(range(len(PROMPTS)))
     if name == "another order":
         random.Random(3).shuffle(order)
-    outputs, counters = generate(tiny_llama.path, order, **ENGINES.get(name, {}))
-    for output, other in zip(outputs, expected, strict=True):
-        found, wanted = output.outputs[0], other.outputs[0]
-        assert found.token_ids == wanted.token_ids
-        assert found.cumulative_logprob == pytest.approx(wanted.cumulative_logprob, abs=40 * 1e-4)
+    outputs, logprobs, counters = generate(tiny_llama.path, order, **ENGINES.get(name, {}))
+    for output, other, params in zip(outputs, expected[0], PARAMS, strict=True):
+        assert len(output.outputs) == params.n
+        for found, wanted in zip(output.outputs, other.outputs, strict=True):
+            assert found.token_ids == wanted.token_ids
+            assert len(found.token_ids) == params.max_tokens
+    for found_logprobs, wanted_logprobs in zip(logprobs, expected[1], strict=True):
+        for one, another in zip(found_logprobs, wanted_logprobs, strict=True):
+            assert one == pytest.approx(another, abs=1e-4)
     recomputed, swapped = counters.num_preemptions_recompute, counters.num_preemptions_swap
     if "two blocks" in name:
         assert recomputed > 0
@@ -112,3 +148,30 @@ def test_the_same_tokens(
         assert recomputed + swapped > 0
     else:
         assert recomputed == swapped == 0
+
+
+@pytest.mark.parametrize("num_cpu_blocks", [0, 2])
+def test_many_choices_with_too_little_room_to_swap(num_cpu_blocks: int, tiny_llama: TinyModel) -> None:
+    """vllm#787, vllm#546: eight choices in a pool for three, and next to nothing to swap them to."""
+    params = SamplingParams(n=8, temperature=1.0, seed=6, max_tokens=40, ignore_eos=True)
+    prompt, other = ({"prompt_token_ids": PROMPTS[i]} for i in (2, 1))
+    options: dict[str, Any] = {"device": "cpu", "dtype": "float32", "max_num_seqs": 16}
+    with LLM(tiny_llama.path, **options, num_gpu_blocks_override=256) as llm:
+        (wanted,) = llm.generate(prompt, params, use_tqdm=False)
+    small = SMALL | {"preemption_mode": "swap", "swap_space": num_cpu_blocks * 2**15 / 2**30}
+    with LLM(tiny_llama.path, **options | small) as llm:
+        scheduler = llm.llm_engine.scheduler = Scheduler(
+            replace(llm.llm_engine.scheduler.config, admission_policy="greedy")
+        )
+        assert scheduler.config.num_cpu_blocks == num_cpu_blocks
+        (found,) = llm.generate(prompt, params, use_tqdm=False)
+        assert scheduler.counters.num_preemptions_recompute > 0
+        assert llm.get_metrics().num_used_blocks == llm.get_metrics().num_used_cpu_blocks == 0
+        (later,) = llm.generate(other, PARAMS[1], use_tqdm=False)
+    assert [each.token_ids for each in found.outputs] == [each.token_ids for each in wanted.outputs]
+    assert [each.finish_reason for each in found.outputs] == ["length"] * 8
+    counters = scheduler.counters
+    assert (counters.num_preemptions_swap > 0) == (num_cpu_blocks > 0)
+    num_preemptions = counters.num_preemptions_recompute + counters.num_preemptions_swap
+    assert found.metrics.num_preemptions == num_preemptions
+    assert len(later.outputs[0].token_ids) == 40
