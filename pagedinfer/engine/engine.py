@@ -179,9 +179,8 @@ class LLMEngine:
         num_tokens = batch.num_tokens
         if num_tokens >= self.worker.max_num_batched_tokens // 4:  # smaller steps are slower for a token
             costs.observe_prefill(num_tokens, seconds)
-        if batch.swaps_out or batch.swaps_in:
-            for num_blocks, swap_seconds in self.worker.take_swap_timings():
-                costs.observe_swap(num_blocks, swap_seconds)
+        for num_blocks, swap_seconds in self.worker.take_swap_timings():  # those that are over by now
+            costs.observe_swap(num_blocks, swap_seconds)
 
     def abort_request(self, request_id: str) -> RequestOutput | None:
         """Ends a request and frees all it holds; its output so far, None if it is not there (any more)."""

@@ -101,9 +101,10 @@ class BlockSwaps:
             current.wait_event(event)
         if arrived is not None:
             current.wait_event(arrived)
-        self._leaving = {
-            block: event for block, event in self._leaving.items() if block not in given and not event.query()
-        }
+        for block in [block for block in self._leaving if block in given]:
+            del self._leaving[block]
+        if all(event.query() for event in self._leaving.values()):  # type: ignore[no-untyped-call]
+            self._leaving.clear()
 
     def _swap_out(self, mapping: Pairs) -> None:
         event = self._swap(self._blocks, self._cpu_blocks, mapping)
