@@ -19,6 +19,7 @@ from pagedinfer.engine.request_update import RequestUpdate
 from pagedinfer.engine.scheduler import Scheduler
 from pagedinfer.engine.stats import SchedulerCounters
 from pagedinfer.runner.worker import Worker
+from pagedinfer.sampling_params import RequestOutputKind
 from tests.conftest import TinyModel
 from tests.models.parity import random_prompts
 
@@ -175,3 +176,30 @@ def test_many_choices_with_too_little_room_to_swap(num_cpu_blocks: int, tiny_lla
     num_preemptions = counters.num_preemptions_recompute + counters.num_preemptions_swap
     assert found.metrics.num_preemptions == num_preemptions
     assert len(later.outputs[0].token_ids) == 40
+
+
+@pytest.mark.parametrize("mode", ["recompute", "swap"])
+def test_streamed_pieces_add_up_across_preemptions(
+    mode: str, tiny_llama: TinyModel, expected: Result
+) -> None:
+    """vllm#16832: after a preemption text came twice, or not at all."""
+    options: dict[str, Any] = SMALL | {"device": "cpu", "dtype": "float32", "max_num_seqs": 16}
+    with LLM(tiny_llama.path, **options, preemption_mode=mode, swap_space=0.01) as llm:  # type: ignore[arg-type]
+        engine = llm.llm_engine
+        engine.scheduler = Scheduler(replace(engine.scheduler.config, admission_policy="greedy"))
+        for i, (prompt, params) in enumerate(zip(PROMPTS, PARAMS, strict=True)):
+            kind = RequestOutputKind.DELTA
+            engine.add_request(str(i), {"prompt_token_ids": prompt}, params, output_kind=kind)
+        texts: dict[tuple[str, int], str] = {}
+        tokens: dict[tuple[str, int], list[int]] = {}
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                for choice in output.outputs:
+                    key = output.request_id, choice.index
+                    texts[key] = texts.get(key, "") + choice.text
+                    tokens.setdefault(key, []).extend(choice.token_ids)
+        assert engine.scheduler.counters.num_preemptions > 0
+    for i, output in enumerate(expected[0]):
+        for choice in output.outputs:
+            assert tokens[str(i), choice.index] == choice.token_ids
+            assert texts[str(i), choice.index] == choice.text
