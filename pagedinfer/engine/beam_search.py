@@ -6,7 +6,9 @@ is a beam's own token needs nothing; any other is a fork of its beam with anothe
 all KV. Beams without a continuation are aborted.
 
 Beams of a prompt need not run in step: one that is ahead of the others (which wait for memory, or have been
-preempted) has computed tokens that may turn out to be of no use, but it never waits, so nothing can stall.
+preempted) has computed tokens that may turn out to be of no use, but it never waits, so nothing can stall:
+a beam's request ends some tokens after its last fork and gives back what it holds. Those that are needed for
+longer are forked from themselves in time.
 """
 
 from __future__ import annotations
@@ -24,6 +26,9 @@ from pagedinfer.engine.size_limits import max_total_tokens
 from pagedinfer.outputs import CompletionOutput, FinishReason, RequestMetrics, RequestOutput
 from pagedinfer.sampling_params import SamplingParams
 
+# A request ends between so many tokens and twice as many after it was forked: few, since admission expects
+# each beam to need that much more memory.
+_RUN_AHEAD = 8
 _NOT_COMPUTED = "beam search got no log-probabilities: the model's logits held NaN or infinities"
 
 
@@ -65,17 +70,15 @@ class BeamSearch:
         self.params = params
         self._prompt = prompt
         self._scheduler = scheduler
-        self._sampling = SamplingParams(
-            temperature=0.0, max_tokens=params.max_tokens, ignore_eos=True, detokenize=False
-        )
+        self._sampling: dict[int, SamplingParams] = {}  # by max_tokens
         self._priority = priority
         self._num_requests = 0
         self._num_preemptions = 0
         self._error: str | None = None
-        self._root = self._request([])
-        max_tokens = max_total_tokens(self._root, scheduler.config) - len(prompt.token_ids)
+        longest = Request(request_id, prompt.token_ids, self._sampling_params(params.max_tokens))
+        max_tokens = max_total_tokens(longest, scheduler.config) - len(prompt.token_ids)
         self._hypotheses = BeamHypotheses(params, eos_token_ids, max_tokens)
-        self._root.num_logprobs = self._hypotheses.num_candidates
+        self._root = self._request([])
         self._beams: list[_Beam] = []
         self.requests: dict[str, _Beam] = {}  # by id, those that are being computed
         self.metrics = RequestMetrics(arrival_time=self._root.arrival_time, queued_ts=time.monotonic())
@@ -121,7 +124,7 @@ class BeamSearch:
         for each in living:
             beam = beams[each.beam]
             generated = [*before[each.beam][0], each.token_id]
-            if each.token_id == reports[each.beam][0] and not _is_spent(beam):
+            if each.token_id == reports[each.beam][0] and _goes_on(beam):
                 beam.generated, beam.cum_logprob = generated, each.cum_logprob
                 self._beams.append(beam)
             else:
@@ -134,7 +137,6 @@ class BeamSearch:
 
     def _fork(self, parent: Request, generated: list[int]) -> Request:
         child = self._request(generated)
-        child.num_logprobs = self._hypotheses.num_candidates
         if parent.finished:  # it ran ahead, to its end; the prefix cache may have its blocks
             self._scheduler.add_request(child)
         else:
@@ -144,14 +146,23 @@ class BeamSearch:
     def _request(self, generated: list[int]) -> Request:
         number = self._num_requests
         self._num_requests += 1
+        max_tokens = (len(generated) // _RUN_AHEAD + 2) * _RUN_AHEAD
         return Request(
             f"{self.request_id}#beam{number}",
             self._prompt.token_ids,
-            self._sampling,
+            self._sampling_params(min(max_tokens, self.params.max_tokens)),
             priority=self._priority,
             cache_salt=self._prompt.cache_salt,
             output_token_ids=generated,
+            num_logprobs=self._hypotheses.num_candidates,
         )
+
+    def _sampling_params(self, max_tokens: int) -> SamplingParams:
+        if max_tokens not in self._sampling:
+            self._sampling[max_tokens] = SamplingParams(
+                temperature=0.0, max_tokens=max_tokens, ignore_eos=True, detokenize=False
+            )
+        return self._sampling[max_tokens]
 
     def _abort(self, beam: _Beam) -> None:
         self._num_preemptions += beam.request.num_preemptions
@@ -195,6 +206,7 @@ class BeamSearch:
         )
 
 
-def _is_spent(beam: _Beam) -> bool:
-    """Whether nobody computes it and it has nothing more to report."""
-    return beam.request.finished and not beam.reports
+def _goes_on(beam: _Beam) -> bool:
+    """Whether its request has more to report, and will not end with the very next token."""
+    request = beam.request
+    return bool(beam.reports) or (not request.finished and request.num_tokens + 1 < request.max_total_tokens)

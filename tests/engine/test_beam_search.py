@@ -147,6 +147,18 @@ def test_the_prompt_is_computed_once(tiny_llama: TinyModel) -> None:
     assert output.metrics.num_generation_tokens == 1 + 4 * 9
 
 
+@pytest.mark.parametrize("caching", [True, False])
+def test_long_beams_in_a_pool_that_holds_them_only_shared(caching: bool, tiny_llama: TinyModel) -> None:
+    """All beams run side by side, though apart they would need 40 blocks: nothing is computed for nothing."""
+    params = BeamSearchParams(beam_width=4, max_tokens=150, ignore_eos=True)
+    options = OPTIONS | {"num_gpu_blocks_override": 20, "max_model_len": 300}
+    with LLM(tiny_llama.path, **options, enable_prefix_caching=caching) as llm:
+        outputs = llm.beam_search(ids(PROMPTS[1:2]), params)
+        assert llm.get_metrics().counters.num_scheduled_tokens == 19 + 4 * 149
+        assert llm.get_metrics().num_used_blocks == 0
+    check(tiny_llama, outputs, params, prompts=PROMPTS[1:2])
+
+
 def test_eos_is_left_out_of_the_tokens_unless_it_is_wanted(
     tiny_llama: TinyModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
