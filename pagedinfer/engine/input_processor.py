@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from numbers import Integral
 from typing import TYPE_CHECKING, Any, TypedDict
 
@@ -158,7 +158,7 @@ def truncate(prompt: ProcessedPrompt, params: SamplingParams, max_model_len: int
         return prompt
     if limit == -1:
         limit = max(1, max_model_len - (params.max_tokens or 1))
-    return ProcessedPrompt(prompt.text, prompt.token_ids[-limit:])
+    return replace(prompt, token_ids=prompt.token_ids[-limit:])
 
 
 def _short(value: Any) -> str:
