@@ -71,9 +71,9 @@ def check(
 
 
 @pytest.mark.parametrize("width", [1, 2, 3, 4])
-def test_the_beams_of_transformers(width: int, tiny_llama: TinyModel) -> None:
+def test_the_beams_of_transformers(width: int, tiny_llama: TinyModel, device: torch.device) -> None:
     params = BeamSearchParams(beam_width=width, max_tokens=20, ignore_eos=True)
-    with LLM(tiny_llama.path, **OPTIONS) as llm:
+    with LLM(tiny_llama.path, **OPTIONS | {"device": device.type, "dtype": "float32"}) as llm:
         outputs = llm.beam_search(ids(PROMPTS), params)
         stats = llm.get_metrics()
         assert stats.num_running == stats.num_waiting == stats.num_used_blocks == 0

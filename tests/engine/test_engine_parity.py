@@ -48,6 +48,12 @@ ENGINES: dict[str, dict[str, Any]] = {
     "one token a step": {"max_num_batched_tokens": 1, "max_num_seqs": 4},
     "two at a time": {"max_num_seqs": 2},
     "small pool": {"num_gpu_blocks_override": 14, **SMALL_POOL},
+    "small pool, swap": {
+        "num_gpu_blocks_override": 14,
+        "preemption_mode": "swap",
+        "swap_space": 0.01,
+        **SMALL_POOL,
+    },
     "small pool, blocks of 8, chunks of 16": {
         "num_gpu_blocks_override": 28,
         "block_size": 8,
