@@ -222,7 +222,7 @@ def test_logits_that_cannot_be_used_end_the_search(
         runner = llm.llm_engine.worker._runner
         compute = runner._compute_logits
         with monkeypatch.context() as patch:
-            patch.setattr(runner, "_compute_logits", lambda inputs: compute(inputs).fill_(float("nan")))
+            patch.setattr(runner, "_compute_logits", lambda *args: compute(*args).fill_(float("nan")))
             (output,) = llm.beam_search("Hello", params)
         assert output.sequences == []
         assert output.error is not None
