@@ -383,6 +383,27 @@ def test_prompts_of_different_salts_share_nothing(llm: LLM) -> None:
         llm.generate([{**prompt, "cache_salt": 1}], GREEDY, use_tqdm=False)  # type: ignore[list-item]
 
 
+def test_evicted_blocks_come_back_from_the_cpu(tiny_llama: TinyModel) -> None:
+    options: dict[str, Any] = OPTIONS | {"num_gpu_blocks_override": 8, "max_model_len": 128}
+    with LLM(tiny_llama.path, **options, swap_space=0.01) as llm:
+        first, other = prompts_of(100, 110)
+        other["prompt_token_ids"].reverse()
+        before = llm.generate(first, GREEDY, use_tqdm=False)[0]
+        llm.generate(other, GREEDY, use_tqdm=False)  # needs seven of the eight blocks
+        assert llm.get_metrics().num_cached_cpu_blocks >= 5
+        costs = llm.llm_engine.scheduler.costs
+        costs.prefer_fetch = lambda num_blocks, num_tokens: True  # type: ignore[method-assign]
+        after = llm.generate(first, GREEDY, use_tqdm=False)[0]
+        counters = llm.get_metrics().counters
+        assert counters.cpu_prefix_cache_hits > 0
+        assert counters.num_blocks_swapped_in * 16 == counters.cpu_prefix_cache_hits
+        assert after.num_cached_tokens == 96
+    assert tokens_of([after]) == tokens_of([before])
+    assert after.outputs[0].cumulative_logprob == pytest.approx(
+        before.outputs[0].cumulative_logprob, abs=1e-4
+    )
+
+
 @pytest.mark.parametrize("mode", ["swap", "recompute"])
 def test_preemptions_are_counted_by_request_and_by_kind(mode: Any, tiny_llama: TinyModel) -> None:
     """An urgent request takes the only blocks there are from one that runs; that one later goes on."""
