@@ -46,6 +46,7 @@ class EngineConfig:
     swap_space: float | None = None  # GiB of CPU memory
     enforce_eager: bool = False
     max_logprobs: int = 20  # -1: no limit
+    logprobs_mode: Literal["raw_logprobs", "processed_logprobs"] = "raw_logprobs"
     generation_config: str = "auto"  # "auto", "vllm" or a folder
 
     def __post_init__(self) -> None:
@@ -75,6 +76,7 @@ class EngineConfig:
             sizes = ", ".join(map(str, BLOCK_SIZES))
             raise ValueError(f"block_size must be one of {sizes} tokens, got {self.block_size!r}")
         _check_int("long_prefill_token_threshold", self.long_prefill_token_threshold, 0, unit="tokens")
+        _check_choice("logprobs_mode", self.logprobs_mode, ("raw_logprobs", "processed_logprobs"))
         _check_int("max_logprobs", self.max_logprobs, -1)
         _check_path("generation_config", self.generation_config)
         if self.swap_space is not None:

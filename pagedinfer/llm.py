@@ -68,6 +68,9 @@ class LLM:
         enforce_eager: on a GPU, launch every step kernel by kernel, instead of replaying CUDA graphs for
             steps of decodes alone. It saves the time and memory of capturing; small batches are slower.
         max_logprobs: the most log-probabilities that a request may ask for at a position; -1: no limit.
+        logprobs_mode: what `logprobs` are of: "raw_logprobs", the model's distribution, or
+            "processed_logprobs", what is drawn from, after penalties, temperature and filters. Those of
+            prompts, and of requests that did not ask for `logprobs`, are the model's in either case.
         generation_config: where the sampling parameters of requests without any come from: "auto", the
             model's generation_config.json; "vllm", `SamplingParams()`; or a folder with such a file.
 
@@ -104,6 +107,7 @@ class LLM:
         swap_space: float | None = None,
         enforce_eager: bool = False,
         max_logprobs: int = 20,
+        logprobs_mode: Literal["raw_logprobs", "processed_logprobs"] = "raw_logprobs",
         generation_config: str = "auto",
         **unknown: Any,
     ) -> None:
@@ -131,6 +135,7 @@ class LLM:
             swap_space=swap_space,
             enforce_eager=enforce_eager,
             max_logprobs=max_logprobs,
+            logprobs_mode=logprobs_mode,
             generation_config=generation_config,
         )
         self.llm_engine = LLMEngine(config)

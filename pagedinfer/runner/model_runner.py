@@ -58,6 +58,7 @@ class ModelRunner:
         device: torch.device,
         decode_sizes: Sequence[int] = (),
         num_tokens: int | None = None,
+        processed_logprobs: bool = False,
     ) -> None:
         self._model = model
         self._config = config
@@ -72,7 +73,11 @@ class ModelRunner:
         )
         num_tokens = min(config.vocab_size, num_tokens or config.vocab_size)
         self._sampler = Sampler(
-            max_num_seqs=max_num_seqs, vocab_size=config.vocab_size, num_tokens=num_tokens, device=device
+            max_num_seqs=max_num_seqs,
+            vocab_size=config.vocab_size,
+            num_tokens=num_tokens,
+            device=device,
+            processed_logprobs=processed_logprobs,
         )
         self._prompt_rater = PromptRater(num_tokens, device)
         self._top_logprobs = TopLogprobs(max_num_seqs=max_num_seqs, vocab_size=num_tokens, device=device)
@@ -112,8 +117,8 @@ class ModelRunner:
         logits = self._compute_logits(inputs, hidden)
         top = None
         if logits is not None:
-            self._draw(inputs, logits, drawn, sampled)
-            if self._top_logprobs.wanted_by(batch):
+            logits = self._draw(inputs, logits, drawn, sampled)
+            if logits is not None and self._top_logprobs.wanted_by(batch):
                 top = self._top_logprobs.compute(batch, logits, drawn.token_ids)
         return StepResult(drawn, len(sampled), top, prompts)
 
@@ -136,12 +141,14 @@ class ModelRunner:
         logits: Tensor | None,
         drawn: DrawnTokens,
         sampled: Sequence[ScheduledRequest],
-    ) -> None:
+    ) -> Tensor | None:
         """See `Sampler.sample`; the tokens go into the next step, too."""
-        if logits is not None:
-            slots, positions = inputs.sample_slots, inputs.output_positions
-            self._sampler.sample(logits, slots, positions, drawn, sampled)
-            self._inputs.set_last_tokens(slots, drawn.token_ids)
+        if logits is None:
+            return None
+        slots, positions = inputs.sample_slots, inputs.output_positions
+        logits = self._sampler.sample(logits, slots, positions, drawn, sampled)
+        self._inputs.set_last_tokens(slots, drawn.token_ids)
+        return logits
 
     @torch.inference_mode()
     def capture_graphs(self, sizes: Sequence[int], *, seconds: float = math.inf) -> int:

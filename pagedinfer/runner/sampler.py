@@ -12,6 +12,7 @@ from torch import Tensor
 
 from pagedinfer import ops
 from pagedinfer.engine.batch import AdmittedRequest, ScheduledRequest
+from pagedinfer.runner.processed_logits import changed_logits, filtered_logits
 from pagedinfer.runner.slot_changes import SlotChanges
 from pagedinfer.runner.step_result import DrawnTokens
 from pagedinfer.runner.token_history import TokenHistory
@@ -29,10 +30,20 @@ class Sampler:
         max_num_seqs: number of slots.
         vocab_size: of the model.
         num_tokens: token ids from here on are never drawn: they are the model's alone, not the tokenizer's.
+        processed_logprobs: rate tokens by the distribution that they are drawn from, not by the model's,
+            for requests that ask for log-probabilities.
         device: where.
     """
 
-    def __init__(self, *, max_num_seqs: int, vocab_size: int, num_tokens: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        *,
+        max_num_seqs: int,
+        vocab_size: int,
+        num_tokens: int,
+        device: torch.device,
+        processed_logprobs: bool = False,
+    ) -> None:
         self._num_tokens = num_tokens
         self._device = device
         self._host = np.zeros(_BYTES * max_num_seqs, np.uint8)
@@ -64,6 +75,8 @@ class Sampler:
         self._changes = SlotChanges(
             max_num_seqs=max_num_seqs, vocab_size=vocab_size, device=device, history=self._history
         )
+        self._processed_logprobs = processed_logprobs
+        self._rated: set[int] = set()  # slots whose log-probabilities are those of what is drawn from
         self._processed: dict[int, SamplingParams] = {}  # of slots with logits processors
 
     def set(self, request: AdmittedRequest) -> None:
@@ -80,6 +93,9 @@ class Sampler:
             self._history.begin(request)
         else:
             self._history.forget(slot)
+        self._rated.discard(slot)
+        if self._processed_logprobs and params.logprobs is not None:
+            self._rated.add(slot)
         self._processed.pop(slot, None)
         if params.logits_processors:
             self._processed[slot] = params
@@ -107,7 +123,7 @@ class Sampler:
         positions: Tensor,
         out: DrawnTokens,
         requests: Sequence[ScheduledRequest],
-    ) -> None:
+    ) -> Tensor:
         """Draws a token for each row.
 
         Args:
@@ -117,24 +133,43 @@ class Sampler:
             out: of num_rows rows. A token is -1 where none could be drawn; its log-probability is that
                 before temperature and filters.
             requests: those that draw, in the order of the rows; may be left out if they are plain.
+
+        Returns:
+            The logits by which the tokens are to be rated, [num_rows, padded vocabulary].
         """
         processed = [
             (row, self._processed[r.slot]) for row, r in enumerate(requests) if r.slot in self._processed
         ]
+        drawn_from = self._process(logits, requests, processed) if processed else logits
+        changes = self._changes.prepare(requests)
+        rated = [row for row, request in enumerate(requests) if request.slot in self._rated]
+        if rated:
+            (rows,) = upload([np.array(rated, np.int64)], self._device)
+            rated_slots = slots[rows].long()
+            changed = changed_logits(drawn_from[rows, : self._num_tokens], rated_slots, changes)
         ops.sample_tokens(
-            self._process(logits, requests, processed) if processed else logits,
+            drawn_from,
             slots,
             positions=positions,
             vocab_size=self._num_tokens,
             token_ids=out.token_ids,
             logprobs=out.logprobs,
-            changes=self._changes.prepare(requests),
+            changes=changes,
             **self._parameters,
         )
         self._history.note([request.slot for request in requests], out.token_ids)
         if processed:
             raw = ops.top_logprobs(logits, out.token_ids, 0, vocab_size=self._num_tokens)
             out.logprobs.copy_(raw.logprobs)
+        if not rated:
+            return logits
+        token_ids = out.token_ids[rows]
+        filters = {name: self._parameters[name] for name in ("temperature", "top_k", "top_p", "min_p")}
+        changed = filtered_logits(changed, rated_slots, token_ids, **filters)
+        out.logprobs[rows] = ops.top_logprobs(changed, token_ids, 0).logprobs
+        by_row = logits.float().clone()
+        by_row[rows, : self._num_tokens] = changed
+        return by_row
 
     def _process(
         self,

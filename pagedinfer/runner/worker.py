@@ -178,6 +178,7 @@ class Worker:
             max_num_seqs=self.max_num_seqs,
             max_model_len=max_model_len,
             num_tokens=self._num_tokens,
+            processed_logprobs=self._config.logprobs_mode == "processed_logprobs",
             device=self.device,
             decode_sizes=self._decode_sizes(),
         )

@@ -1,0 +1,83 @@
+"""The distribution that tokens are drawn from, against the sampler's oracle; and through the engine."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from pagedinfer import LLM, SamplingParams
+from pagedinfer.runner.processed_logits import changed_logits, filtered_logits
+from tests import reference
+from tests.conftest import TinyModel
+from tests.models.parity import random_prompts
+from tests.sampler.slots import mixed_parameters
+from tests.sampler.test_logits_changes import random_changes
+
+NUM_SLOTS, VOCAB_SIZE = 60, 77
+
+
+def test_changes_are_the_oracles() -> None:
+    generator = torch.Generator().manual_seed(0)
+    changes = random_changes(NUM_SLOTS, VOCAB_SIZE, generator)
+    logits = 5 * torch.randn(NUM_SLOTS, VOCAB_SIZE, generator=generator)
+    slots = torch.randperm(NUM_SLOTS, generator=generator)
+    found = changed_logits(logits, slots, changes)
+    for row, slot in enumerate(slots.tolist()):
+        expected = reference.changed_logits(logits[row].numpy(), slot, changes)
+        np.testing.assert_allclose(found[row].numpy(), expected, rtol=1e-6, atol=1e-6)
+    assert torch.equal(changed_logits(logits, slots, None), logits)
+
+
+def test_filters_keep_what_the_oracle_keeps() -> None:
+    """But for a token at the boundary of top-p, which no row of these is close enough to."""
+    generator = torch.Generator().manual_seed(1)
+    parameters = mixed_parameters(NUM_SLOTS, generator)
+    filters = {name: parameters[name] for name in ("temperature", "top_k", "top_p", "min_p")}  # type: ignore[literal-required]
+    logits = 3 * torch.randn(NUM_SLOTS, VOCAB_SIZE, generator=generator)
+    first = logits.argmax(dim=-1)
+    found = filtered_logits(logits, torch.arange(NUM_SLOTS), first, **filters)
+    num_filtered = 0
+    for slot in range(NUM_SLOTS):
+        values = [filters[name][slot].item() for name in filters]
+        if np.float32(values[0]) < np.float32(1e-5):
+            assert torch.equal(found[slot], logits[slot])
+            continue
+        kept, _ = reference.kept_tokens(logits[slot].numpy(), *values)
+        assert set(torch.isfinite(found[slot]).nonzero()[:, 0].tolist()) == set(kept.tolist())
+        num_filtered += len(kept) < VOCAB_SIZE
+        probabilities = torch.softmax(logits[slot, kept].double() / values[0], dim=0)
+        torch.testing.assert_close(found[slot, kept].double().softmax(0), probabilities, rtol=1e-4, atol=1e-6)
+    assert num_filtered > 20
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_the_modes_through_the_engine(tiny_llama: TinyModel) -> None:
+    """The same tokens; processed, no more tokens than top-k keeps, whose probabilities sum to one."""
+    (prompt,) = random_prompts((9,), seed=3)
+    params = [
+        SamplingParams(temperature=0.7, top_k=4, seed=1, max_tokens=8, ignore_eos=True, logprobs=6),
+        SamplingParams(temperature=0.0, logit_bias={9: 100.0}, max_tokens=8, ignore_eos=True, logprobs=1),
+        SamplingParams(temperature=0.9, seed=2, max_tokens=8, ignore_eos=True),
+    ]
+    results = []
+    for mode in ("raw_logprobs", "processed_logprobs"):
+        with LLM(tiny_llama.path, device="cpu", num_gpu_blocks_override=64, logprobs_mode=mode) as llm:
+            outputs = llm.generate([{"prompt_token_ids": prompt}] * 3, params, use_tqdm=False)
+            results.append([output.outputs[0] for output in outputs])
+    raw, processed = results
+    assert [choice.token_ids for choice in raw] == [choice.token_ids for choice in processed]
+    for one, other in zip(raw[0].logprobs or [], processed[0].logprobs or [], strict=True):
+        assert list(one)[:4] == list(other)
+        ratio = torch.tensor([one[token].logprob for token in other]) / 0.7
+        expected = ratio.log_softmax(0)
+        torch.testing.assert_close(
+            torch.tensor([x.logprob for x in other.values()]), expected, atol=1e-4, rtol=0
+        )
+    assert processed[1].cumulative_logprob == pytest.approx(0.0, abs=1e-3)
+    assert raw[1].cumulative_logprob < -1
+    assert processed[2].cumulative_logprob == raw[2].cumulative_logprob
+    total = sum(
+        entry[t].logprob for entry, t in zip(processed[0].logprobs or [], processed[0].token_ids, strict=True)
+    )
+    assert processed[0].cumulative_logprob == pytest.approx(total, abs=1e-4)
