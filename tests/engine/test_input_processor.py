@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pagedinfer.engine.input_processor import InputProcessor
+from pagedinfer.engine.input_processor import InputProcessor, ProcessedPrompt, truncate
+from pagedinfer.sampling_params import SamplingParams
 
 
 class LetterTokenizer:
@@ -101,3 +102,15 @@ def test_many_prompts(processor: InputProcessor, prompts: Any, token_ids: list[l
 def test_the_wrong_one_of_many_is_named(processor: InputProcessor, prompts: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         processor.process_all(prompts)
+
+
+@pytest.mark.parametrize(
+    ("limit", "max_tokens", "kept"), [(None, 4, 80), (5, 4, 5), (100, 4, 80), (-1, 4, 60), (-1, None, 63)]
+)
+def test_truncation_keeps_the_last_tokens_and_all_else(
+    limit: int | None, max_tokens: int | None, kept: int
+) -> None:
+    prompt = ProcessedPrompt("text", list(range(80)), cache_salt="salt")
+    params = SamplingParams(truncate_prompt_tokens=limit, max_tokens=max_tokens)
+    found = truncate(prompt, params, max_model_len=64)
+    assert found == ProcessedPrompt("text", list(range(80 - kept, 80)), cache_salt="salt")
