@@ -88,6 +88,7 @@ class ModelRunner:
         """Starts a step and returns at once; the handle's `result` waits for what it drew."""
         for slot in batch.released_slots:
             self._inputs.release(slot)
+            self._sampler.release(slot)
         for admitted in batch.admitted:
             self._inputs.admit(admitted)
             self._sampler.set(admitted)

@@ -100,6 +100,13 @@ class Sampler:
         if params.logits_processors:
             self._processed[slot] = params
 
+    def release(self, slot: int) -> None:
+        """The request of a slot has left."""
+        self._changes.release(slot)
+        self._history.forget(slot)
+        self._processed.pop(slot, None)
+        self._rated.discard(slot)
+
     def upload(self) -> None:
         """Tells the device what was set; call before a step that draws."""
         if self._changed:
@@ -112,6 +119,8 @@ class Sampler:
 
         Then `sample` may be told of no requests, and do the same in every step, as a CUDA graph does.
         """
+        if not self._processed and not self._changes.in_use:
+            return True
         return not any(
             request.slot in self._processed or self._changes.changes(request) for request in requests
         )
@@ -157,7 +166,7 @@ class Sampler:
             changes=changes,
             **self._parameters,
         )
-        self._history.note([request.slot for request in requests], out.token_ids)
+        self._history.note(requests, out.token_ids)
         if processed:
             raw = ops.top_logprobs(logits, out.token_ids, 0, vocab_size=self._num_tokens)
             out.logprobs.copy_(raw.logprobs)

@@ -95,20 +95,32 @@ class SlotChanges:
         if biases is not None:
             self._widen(tensors, biases.capacity)
 
+    def release(self, slot: int) -> None:
+        """The request of a slot has left."""
+        self._biases.pop(slot, None)
+        if self._kinds[slot]:
+            self._kinds[slot] = 0
+            self._changed = True
+
+    @property
+    def in_use(self) -> bool:
+        """Whether any slot has changes."""
+        return self._tensors is not None and bool(self._kinds.any())
+
     def changes(self, request: ScheduledRequest) -> bool:
         """Whether the logits of a request are changed."""
         return bool(self._kinds[request.slot])
 
     def prepare(self, sampled: Sequence[ScheduledRequest]) -> ops.LogitsChanges | None:
         """The changes of a step that draws for these requests; None if there are none."""
-        if self._tensors is None or not any(self._kinds[request.slot] for request in sampled):
-            return None
         tensors = self._tensors
+        if tensors is None or not self.in_use or not any(map(self.changes, sampled)):
+            return None
         for request in sampled:
             biases = self._biases.get(request.slot)
             if biases is not None:
                 self._update_biases(tensors, request, biases)
-        if not any(self._kinds[request.slot] for request in sampled):
+        if not any(map(self.changes, sampled)):
             return None
         if self._changed:
             (kinds,) = upload([self._kinds], self._device)

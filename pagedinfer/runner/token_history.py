@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from pagedinfer.engine.batch import AdmittedRequest
+from pagedinfer.engine.batch import AdmittedRequest, ScheduledRequest
 
 
 class TokenHistory:
@@ -32,9 +32,11 @@ class TokenHistory:
             self._catch_up()
             del self._outputs[slot], self._prompts[slot]
 
-    def note(self, slots: Sequence[int], token_ids: Tensor) -> None:
-        """What a step draws for these slots, int64 [len(slots)]; it need not be there yet."""
-        rows = [(row, slot) for row, slot in enumerate(slots) if slot in self._outputs]
+    def note(self, requests: Sequence[ScheduledRequest], token_ids: Tensor) -> None:
+        """What a step draws for these requests, int64 [len(requests)]; it need not be there yet."""
+        if not self._outputs:
+            return
+        rows = [(row, request.slot) for row, request in enumerate(requests) if request.slot in self._outputs]
         if rows:
             self._drawn.append((rows, token_ids))
 
