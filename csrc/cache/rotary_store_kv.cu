@@ -39,14 +39,16 @@ __device__ __forceinline__ Unit unit_of(int u, int half) {
 
 template <typename T, int kVec, int kUnits, bool kInterleaved>
 __global__ void __launch_bounds__(kMaxThreads)
-    rotary_store_kv_kernel(const __grid_constant__ RotaryStoreKvParams p, int lanes) {
+    rotary_store_kv_kernel(const __grid_constant__ RotaryStoreKvParams p, int log2_lanes,
+                           int log2_block_size) {
   const int64_t token = blockIdx.x;
   const int head_dim = static_cast<int>(p.head_dim), half = static_cast<int>(p.rotary_dim / 2);
   const int num_heads = static_cast<int>(p.num_heads);
   const int num_kv_heads = static_cast<int>(p.num_kv_heads);
   const int all_heads = num_heads + 2 * num_kv_heads;
-  const int lane = threadIdx.x % lanes, group = threadIdx.x / lanes;
-  const int num_groups = blockDim.x / lanes;
+  const int lanes = 1 << log2_lanes;
+  const int lane = threadIdx.x & (lanes - 1), group = threadIdx.x >> log2_lanes;
+  const int num_groups = blockDim.x >> log2_lanes;
 
   const int64_t position = p.positions[token];
   const int64_t slot = p.slot_mapping[token];
@@ -106,8 +108,9 @@ __global__ void __launch_bounds__(kMaxThreads)
     if (!is_query && slot < 0) continue;
     T* destination = query + head * p.query_stride_head;
     if (!is_query) {
-      destination = static_cast<T*>(p.kv_cache) + slot / p.block_size * p.cache_stride_block +
-                    (kv_head * p.block_size + slot % p.block_size) * p.head_dim;
+      const int64_t block = log2_block_size >= 0 ? slot >> log2_block_size : slot / p.block_size;
+      const int64_t row = kv_head * p.block_size + (slot - block * p.block_size);
+      destination = static_cast<T*>(p.kv_cache) + block * p.cache_stride_block + row * p.head_dim;
     }
 #pragma unroll
     for (int j = 0; j < kUnits; ++j) {
@@ -122,18 +125,25 @@ __global__ void __launch_bounds__(kMaxThreads)
   }
 }
 
+// -1 unless `n` is a power of two: then slots are divided the slow way.
+int log2_or_none(int64_t n) {
+  int log2 = 0;
+  while (int64_t{1} << log2 < n) ++log2;
+  return int64_t{1} << log2 == n ? log2 : -1;
+}
+
 template <typename T, int kVec, int kUnits>
 cudaError_t launch(const RotaryStoreKvParams& p, cudaStream_t stream) {
   const int64_t units = (p.head_dim / kVec + 1) / 2;
-  int64_t lanes = 1;
-  while (lanes * kUnits < units) lanes *= 2;
-  const int64_t all_threads = (p.num_heads + 2 * p.num_kv_heads) * lanes;
+  int log2_lanes = 0;
+  while ((int64_t{kUnits} << log2_lanes) < units) ++log2_lanes;
+  const int64_t all_threads = (p.num_heads + 2 * p.num_kv_heads) << log2_lanes;
   const int64_t threads =
       all_threads < kMaxThreads ? (all_threads + kWarp - 1) / kWarp * kWarp : kMaxThreads;
   const auto kernel = p.interleaved ? rotary_store_kv_kernel<T, kVec, kUnits, true>
                                     : rotary_store_kv_kernel<T, kVec, kUnits, false>;
   kernel<<<static_cast<unsigned>(p.num_tokens), static_cast<unsigned>(threads), 0, stream>>>(
-      p, static_cast<int>(lanes));
+      p, log2_lanes, log2_or_none(p.block_size));
   return cudaGetLastError();
 }
 

@@ -7,11 +7,12 @@
 // rms_norm_any, which reads the row twice (the second time from a cache).
 // Shared memory: one partial sum per warp.
 // Template parameters: T, the element type; kVec, elements of a vector; kPerThread, vectors a
-// thread holds.
+// thread holds; kBlockPerRow, whether a row is a block's or shares it (a power of two of threads).
 #include "common/dtype.h"
 #include "layers/elements.cuh"
 #include "layers/rms_norm_cuda.h"
 #include "layers/row_math.cuh"
+#include "layers/row_place.cuh"
 
 namespace pagedinfer {
 
@@ -21,11 +22,6 @@ constexpr int kWarp = 32;
 constexpr int kMaxWarps = 16;
 constexpr int kThreadsOfShortRows = 128;
 constexpr int kMaxThreadsOfLongRows = kMaxWarps * kWarp;
-
-template <typename T>
-__device__ T* row_of(T* base, const RowStrides& strides, int64_t group, int64_t row) {
-  return base + group * strides.group + row * strides.row;
-}
 
 // The sum over `threads` neighbouring threads: a power of two up to a warp, or the whole block. All
 // threads of the block call it.
@@ -47,17 +43,18 @@ __device__ float sum_over(float value, int threads) {
   return __shfl_sync(0xffffffff, value, 0);
 }
 
-template <typename T, int kVec, int kPerThread>
+template <typename T, int kVec, int kPerThread, bool kBlockPerRow>
 __global__ void __launch_bounds__(kMaxThreadsOfLongRows)
-    rms_norm_in_registers(const __grid_constant__ RmsNormParams p, int threads_per_row) {
-  const int thread = threadIdx.x % threads_per_row;
-  const int64_t rows_per_block = blockDim.x / threads_per_row;
-  const int64_t r = blockIdx.x * rows_per_block + threadIdx.x / threads_per_row;
-  const int64_t group = r / p.inner_rows, row = r % p.inner_rows;
+    rms_norm_in_registers(const __grid_constant__ RmsNormParams p, int log2_threads_per_row) {
+  const int threads_per_row = kBlockPerRow ? blockDim.x : 1 << log2_threads_per_row;
+  const int thread = kBlockPerRow ? threadIdx.x : threadIdx.x & (threads_per_row - 1);
+  const unsigned r =
+      kBlockPerRow ? blockIdx.x : (blockIdx.x * blockDim.x + threadIdx.x) >> log2_threads_per_row;
+  const RowPlace place = place_of(r, static_cast<unsigned>(p.inner_rows));
   const int vectors = r < p.num_rows ? static_cast<int>(p.hidden / kVec) : 0;
 
-  const T* input = row_of(static_cast<const T*>(p.input), p.input_strides, group, row);
-  T* residual = row_of(static_cast<T*>(p.residual), p.residual_strides, group, row);
+  const T* input = place.in(static_cast<const T*>(p.input), p.input_strides);
+  T* residual = place.in(static_cast<T*>(p.residual), p.residual_strides);
   const T* weight = static_cast<const T*>(p.weight);
 
   Vector<T, kVec> inputs[kPerThread], residuals[kPerThread], weights[kPerThread];
@@ -88,7 +85,7 @@ __global__ void __launch_bounds__(kMaxThreadsOfLongRows)
 
   const float mean = sum_over(sum, threads_per_row) / static_cast<float>(p.hidden);
   const float factor = rsqrtf(mean + p.epsilon);
-  T* out = row_of(static_cast<T*>(p.out), p.out_strides, group, row);
+  T* out = place.in(static_cast<T*>(p.out), p.out_strides);
 #pragma unroll
   for (int j = 0; j < kPerThread; ++j) {
     const int i = thread + j * threads_per_row;
@@ -101,10 +98,10 @@ __global__ void __launch_bounds__(kMaxThreadsOfLongRows)
 template <typename T, int kVec>
 __global__ void __launch_bounds__(kMaxThreadsOfLongRows)
     rms_norm_any(const __grid_constant__ RmsNormParams p) {
-  const int64_t group = blockIdx.x / p.inner_rows, row = blockIdx.x % p.inner_rows;
-  const T* input = row_of(static_cast<const T*>(p.input), p.input_strides, group, row);
-  T* residual = row_of(static_cast<T*>(p.residual), p.residual_strides, group, row);
-  T* out = row_of(static_cast<T*>(p.out), p.out_strides, group, row);
+  const RowPlace place = place_of(blockIdx.x, static_cast<unsigned>(p.inner_rows));
+  const T* input = place.in(static_cast<const T*>(p.input), p.input_strides);
+  T* residual = place.in(static_cast<T*>(p.residual), p.residual_strides);
+  T* out = place.in(static_cast<T*>(p.out), p.out_strides);
   const T* weight = static_cast<const T*>(p.weight);
   const T* normed = p.residual != nullptr ? residual : input;
 
@@ -132,18 +129,18 @@ __global__ void __launch_bounds__(kMaxThreadsOfLongRows)
 template <typename T, int kVec, int kPerThread>
 cudaError_t launch_in_registers(const RmsNormParams& p, cudaStream_t stream) {
   const int64_t threads_needed = (p.hidden / kVec + kPerThread - 1) / kPerThread;
-  int64_t threads_per_row = 1;
-  if (threads_needed <= kWarp) {
-    while (threads_per_row < threads_needed) threads_per_row *= 2;
-  } else {
-    threads_per_row = (threads_needed + kWarp - 1) / kWarp * kWarp;
+  if (threads_needed > kWarp) {
+    const int64_t threads = (threads_needed + kWarp - 1) / kWarp * kWarp;
+    rms_norm_in_registers<T, kVec, kPerThread, true>
+        <<<static_cast<unsigned>(p.num_rows), static_cast<unsigned>(threads), 0, stream>>>(p, 0);
+    return cudaGetLastError();
   }
-  const int64_t threads = threads_per_row > kWarp ? threads_per_row : kThreadsOfShortRows;
-  const int64_t rows_per_block = threads / threads_per_row;
+  int log2_threads_per_row = 0;
+  while (1 << log2_threads_per_row < threads_needed) ++log2_threads_per_row;
+  const int64_t rows_per_block = kThreadsOfShortRows >> log2_threads_per_row;
   const int64_t blocks = (p.num_rows + rows_per_block - 1) / rows_per_block;
-  rms_norm_in_registers<T, kVec, kPerThread>
-      <<<static_cast<unsigned>(blocks), static_cast<unsigned>(threads), 0, stream>>>(
-          p, static_cast<int>(threads_per_row));
+  rms_norm_in_registers<T, kVec, kPerThread, false>
+      <<<static_cast<unsigned>(blocks), kThreadsOfShortRows, 0, stream>>>(p, log2_threads_per_row);
   return cudaGetLastError();
 }
 
@@ -151,8 +148,9 @@ template <typename T, int kVec>
 cudaError_t launch(const RmsNormParams& p, cudaStream_t stream) {
   const int64_t vectors = p.hidden / kVec;
   if constexpr (kVec > 1) {
-    // As few vectors a thread as a block's threads allow: most loads in flight at once.
-    if (vectors <= kMaxThreadsOfLongRows) return launch_in_registers<T, kVec, 1>(p, stream);
+    // Two vectors a thread for all but the shortest: a barrier of half the warps, more rows at
+    // once.
+    if (vectors <= kMaxThreadsOfLongRows / 2) return launch_in_registers<T, kVec, 1>(p, stream);
     if (vectors <= 2 * kMaxThreadsOfLongRows) return launch_in_registers<T, kVec, 2>(p, stream);
     if (vectors <= 4 * kMaxThreadsOfLongRows) return launch_in_registers<T, kVec, 4>(p, stream);
   }
@@ -166,6 +164,7 @@ cudaError_t launch(const RmsNormParams& p, cudaStream_t stream) {
 }  // namespace
 
 cudaError_t launch_rms_norm(const RmsNormParams& p, cudaStream_t stream) {
+  if (p.num_rows > kMaxGridRows) return cudaErrorInvalidConfiguration;
   const int64_t element = size_of(p.dtype);
   const bool vectors =
       vector_width({address_of(p.input), address_of(p.weight), address_of(p.residual),

@@ -6,6 +6,7 @@
 // element type; kVec, elements of a vector.
 #include "common/dtype.h"
 #include "layers/elements.cuh"
+#include "layers/row_place.cuh"
 #include "layers/silu_and_mul_cuda.h"
 
 namespace pagedinfer {
@@ -28,14 +29,12 @@ __device__ __forceinline__ float silu(float x) {
 template <typename T, int kVec>
 __global__ void __launch_bounds__(kThreads)
     silu_and_mul_kernel(const __grid_constant__ SiluAndMulParams p, unsigned pieces_per_row) {
-  const int64_t r = blockIdx.x / pieces_per_row;
-  const int64_t piece = blockIdx.x % pieces_per_row;
-  const int64_t i = (piece * kThreads + threadIdx.x) * kVec;
+  const unsigned r = blockIdx.x / pieces_per_row, piece = blockIdx.x - r * pieces_per_row;
+  const int64_t i = (static_cast<int64_t>(piece) * kThreads + threadIdx.x) * kVec;
   if (i >= p.width) return;
 
-  const int64_t group = r / p.inner_rows, row = r % p.inner_rows;
-  const T* input = static_cast<const T*>(p.input) + group * p.input_strides.group +
-                   row * p.input_strides.row + i;
+  const RowPlace place = place_of(r, static_cast<unsigned>(p.inner_rows));
+  const T* input = place.in(static_cast<const T*>(p.input), p.input_strides) + i;
   const Vector<T, kVec> gate = load_vector<kVec>(input);
   const Vector<T, kVec> up = load_vector<kVec>(input + p.width);
   Vector<T, kVec> out;
@@ -44,8 +43,7 @@ __global__ void __launch_bounds__(kThreads)
     const float activated = rounded_through<T>(silu<T>(to_float(gate.elements[e])));
     out.elements[e] = rounded<T>(activated * to_float(up.elements[e]));
   }
-  store_vector(static_cast<T*>(p.out) + group * p.out_strides.group + row * p.out_strides.row + i,
-               out);
+  store_vector(place.in(static_cast<T*>(p.out), p.out_strides) + i, out);
 }
 
 }  // namespace
@@ -58,6 +56,7 @@ cudaError_t launch_silu_and_mul(const SiluAndMulParams& p, cudaStream_t stream) 
                     p.out_strides.group * element, p.out_strides.row * element}) == kVectorBytes;
   return with_elements(p.dtype, vectors, [&]<typename T, int kVec>() {
     const int64_t pieces = (p.width / kVec + kThreads - 1) / kThreads;
+    if (p.num_rows * pieces > kMaxGridRows) return cudaErrorInvalidConfiguration;
     silu_and_mul_kernel<T, kVec>
         <<<static_cast<unsigned>(p.num_rows * pieces), kThreads, 0, stream>>>(
             p, static_cast<unsigned>(pieces));
