@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 import torch
@@ -81,3 +83,40 @@ def test_the_modes_through_the_engine(tiny_llama: TinyModel) -> None:
         entry[t].logprob for entry, t in zip(processed[0].logprobs or [], processed[0].token_ids, strict=True)
     )
     assert processed[0].cumulative_logprob == pytest.approx(total, abs=1e-4)
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_penalties_by_hand(tiny_llama: TinyModel) -> None:
+    """transformers#2302, vllm-metal PR#69: token 5, three times in the prompt, beside tokens of logit 0."""
+
+    def fixed(logit: float) -> Callable[[list[int], torch.Tensor], torch.Tensor]:
+        def process(output: list[int], row: torch.Tensor) -> torch.Tensor:
+            row = torch.zeros_like(row)
+            row[5] = logit
+            return row
+
+        return process
+
+    def logits_of_5(llm: LLM, logit: float, **penalty: float) -> list[float]:
+        params = SamplingParams(
+            temperature=0.0,
+            max_tokens=2,
+            ignore_eos=True,
+            logprobs=-1,
+            logits_processors=[fixed(logit)],
+            **penalty,  # type: ignore[arg-type]
+        )
+        (output,) = llm.generate({"prompt_token_ids": [5, 5, 5]}, params, use_tqdm=False)
+        return [entry[5].logprob - entry[300].logprob for entry in output.outputs[0].logprobs or []]
+
+    with LLM(
+        tiny_llama.path,
+        device="cpu",
+        num_gpu_blocks_override=64,
+        max_logprobs=-1,
+        logprobs_mode="processed_logprobs",
+    ) as llm:
+        assert logits_of_5(llm, -2.0, repetition_penalty=1.5) == pytest.approx([-3.0, -3.0], abs=1e-4)
+        # Presence and frequency count what was generated: nothing of the prompt, 5 once after the first step.
+        assert logits_of_5(llm, 3.0, presence_penalty=2.0) == pytest.approx([3.0, 1.0], abs=1e-4)
+        assert logits_of_5(llm, 3.0, frequency_penalty=0.5) == pytest.approx([3.0, 2.5], abs=1e-4)
