@@ -29,18 +29,10 @@ def main() -> int:
 
     model = sample_model()
     with LLM(str(model)) as llm:
-        tokenizer = llm.get_tokenizer()
-        prompts = [
-            {
-                "prompt_token_ids": tokenizer.apply_chat_template(
-                    [{"role": "user", "content": prompt}], add_generation_prompt=True, return_dict=False
-                )
-            }
-            for prompt in arguments.prompts
-        ]
+        chats = [[{"role": "user", "content": prompt}] for prompt in arguments.prompts]
         params = SamplingParams(temperature=0.0, max_tokens=arguments.max_tokens)
         start = time.perf_counter()
-        outputs = llm.generate(prompts, params)
+        outputs = llm.chat(chats, params)
         seconds = time.perf_counter() - start
 
     for prompt, output in zip(arguments.prompts, outputs, strict=True):
