@@ -114,6 +114,15 @@ __device__ BlockRecord block_record(int block, const Partition& partition,
   record.index = index;
   record.unit = (begin - record.sequence.list_begin) / record.sequence.num_tiles;
   record.tile = (begin - record.sequence.list_begin) % record.sequence.num_tiles;
+  record.sequences_after = num_sequences - index - 1;
+  record.total_tiles = total;
+  const int first_unit = begin - record.tile;
+  record.owner = partition.block_of(first_unit);
+  record.first_parts = partition.num_blocks(first_unit, record.sequence.num_tiles);
+  const SequenceRecord& s =
+      sequences[last_at_most(&sequences->list_begin, kStride, num_sequences, end - 1)];
+  const int last_unit = end - 1 - (end - 1 - s.list_begin) % s.num_tiles;
+  record.last_parts = partition.num_blocks(last_unit, s.num_tiles);
   return record;
 }
 
@@ -203,8 +212,12 @@ __global__ __launch_bounds__(kThreads) void attention_plan_kernel(
   // Decode: the grid's ranges.
   const Partition partition(before.tiles, p.grid);
   for (int b = threadIdx.x; b < p.grid; b += kThreads) {
-    blocks[b] = block_record(b, partition, sequences, before.decode_seqs, units, before.tiles,
-                             p.deterministic);
+    BlockRecord record = block_record(b, partition, sequences, before.decode_seqs, units,
+                                      before.tiles, p.deterministic);
+    record.first_padded_row = p.query_start_loc[p.num_seqs];
+    record.deterministic = p.deterministic;
+    record.has_zero_runs = before.zero_runs > 0;
+    blocks[b] = record;
   }
 
   // Prefill: a counting sort, the most keys first. The order within a bucket varies from run to

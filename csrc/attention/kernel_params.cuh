@@ -36,6 +36,7 @@ struct KernelParams {
   PagedAttentionParams op;
   ScoreScale score;
   int group;               // query heads that share a KV head
+  unsigned group_inverse;  // see decode_token
   int slices;              // row_slices(group)
   int units;               // of a decode sequence: num_kv_heads * slices
   int block_shift;         // log2(block_size)
@@ -45,6 +46,17 @@ struct KernelParams {
   int grid;                // blocks of the decode grid
   int stages;              // tiles of the decode kernel's ring in shared memory
 };
+
+// Which of a decode sequence's query tokens packed row `row` is of: row / group, without a
+// division. There is one token if the group is larger than a unit; else there are at most
+// kDecodeRows rows.
+inline unsigned decode_group_inverse(int group) {
+  return group > kDecodeRows ? 0 : (65536 + group - 1) / group;
+}
+
+__device__ __forceinline__ int decode_token(const KernelParams& p, int row) {
+  return static_cast<int>(row * p.group_inverse >> 16);
+}
 
 // The arrays of the plan (see work_partition.h).
 struct PlanView {

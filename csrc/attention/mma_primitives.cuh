@@ -23,6 +23,22 @@ __device__ __forceinline__ void copy_async(uint32_t to, const void* from, bool v
                : "memory");
 }
 
+// The same, always valid.
+__device__ __forceinline__ void copy_async_full(uint32_t to, const void* from) {
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(to), "l"(from)
+               : "memory");
+}
+
+// Adds 1 and returns what was there; releases what this thread has seen, acquires what others have.
+__device__ __forceinline__ int count_in(int* counter) {
+  int before;
+  asm volatile("atom.add.acq_rel.gpu.global.s32 %0, [%1], 1;"
+               : "=r"(before)
+               : "l"(counter)
+               : "memory");
+  return before;
+}
+
 // 4 bytes, through the first-level cache.
 __device__ __forceinline__ void copy_async_int(uint32_t to, const int32_t* from) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");

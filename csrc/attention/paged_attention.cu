@@ -29,6 +29,7 @@ cudaError_t launch_paged_attention(const PagedAttentionParams& params, cudaStrea
       .op = params,
       .score = ScoreScale(params.scale, params.logit_cap),
       .group = group,
+      .group_inverse = decode_group_inverse(group),
       .slices = row_slices(group),
       .units = static_cast<int>(params.num_kv_heads) * row_slices(group),
       .block_shift = std::countr_zero(static_cast<uint64_t>(params.block_size)),

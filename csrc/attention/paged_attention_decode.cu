@@ -47,8 +47,6 @@ constexpr int kMinStages = 2, kMaxStages = 6;
 // What a block needs at the ends of its parts only; in registers it would crowd the loop.
 struct BlockState {
   SequenceRecord sequence;  // of the part at hand
-  Partition partition;
-  bool deterministic;
   int flag;
 };
 
@@ -102,9 +100,9 @@ struct TileLoader {
   __device__ TileLoader(const KernelParams& p, const PlanView& plan, const BlockRecord& record)
       : p(p),
         next_record(plan.sequences + record.index + 1),
-        sequences_left(plan.header->num_decode_seqs - record.index - 1),
-        kv_head(record.unit / p.slices),
-        slice(record.unit % p.slices),
+        sequences_left(record.sequences_after),
+        kv_head(p.slices == 1 ? record.unit : record.unit / p.slices),
+        slice(p.slices == 1 ? 0 : record.unit % p.slices),
         tile(record.tile),
         step(0),
         tiles_left(record.num_tiles) {
@@ -144,8 +142,26 @@ struct TileLoader {
     const char* first_page = pages.page(p, first_id);
     const char* second_page = pages.page(p, second_id);
     const int offset_mask = (1 << p.block_shift) - 1;
-    const unsigned seen_keys = sequence.seq_len - sequence.first_key;
+    if (first >= sequence.first_key && first + kWarpTokens <= sequence.seq_len) {
+      // All rows: four base addresses, everything else is a constant offset.
+      constexpr int kFromBytes = HEAD_DIM * 2;
+      const char* low = first_page + (first & offset_mask) * kFromBytes + lane * 16;
+      const char* high =
+          second_page + ((first + 8) & offset_mask) * kFromBytes - 8 * kFromBytes + lane * 16;
+      const char* low_values = low + pages.value_bytes;
+      const char* high_values = high + pages.value_bytes;
 #pragma unroll
+      for (int j = 0; j < kWarpTokens * Rows::kChunks / 32; ++j) {
+        const int row = Walk::row(lane, j);
+        const uint32_t to = stage + Rows::offset(row, Walk::chunk(lane, j));
+        copy_async_full(to, (row < 8 ? low : high) + j * 512);
+        copy_async_full(to + Traits::kRowsBytes, (row < 8 ? low_values : high_values) + j * 512);
+      }
+      advance();
+      return;
+    }
+    const unsigned seen_keys = sequence.seq_len - sequence.first_key;
+#pragma unroll 1
     for (int j = 0; j < kWarpTokens * Rows::kChunks / 32; ++j) {
       const int row = Walk::row(lane, j), chunk = Walk::chunk(lane, j);
       const bool valid = static_cast<unsigned>(first + row - sequence.first_key) < seen_keys;
@@ -196,20 +212,18 @@ struct WarpAttention {
   int all_see_to, all_see_from;  // keys in between are seen by every row
 
   // The whole block. `shared`: where Q lies, if in shared memory.
-  __device__ __forceinline__ void start(const KernelParams& p, const SequenceRecord& s, int unit,
-                                        char* shared) {
+  __device__ __forceinline__ void start(const KernelParams& p, const SequenceRecord& s,
+                                        const UnitRows& unit, char* shared) {
     const int group_lane = threadIdx.x % 32 / 4, pair = threadIdx.x % 4;
-    const int kv_head = unit / p.slices;
-    const int first_row = unit % p.slices * kDecodeRows;
-    const int rows = smaller(kDecodeRows, s.query_len * p.group - first_row);
+    const int kv_head = unit.kv_head, first_row = unit.first_row, rows = unit.rows;
     const T* rows_of[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int row = first_row + smaller(group_lane + 8 * half, rows - 1);
-      rows_of[half] = static_cast<const T*>(p.op.query) + row_offset(p, s.query_start, kv_head, row,
-                                                                     p.op.query_stride_token,
-                                                                     p.op.query_stride_head);
-      last_key[half] = s.seq_len - s.query_len + row / p.group;
+      rows_of[half] = static_cast<const T*>(p.op.query) +
+                      decode_row_offset(p, s.query_start, kv_head, row, p.op.query_stride_token,
+                                        p.op.query_stride_head);
+      last_key[half] = s.seq_len - s.query_len + decode_token(p, row);
       maximum[half] = -INFINITY;
       sum[half] = 0.0f;
     }
@@ -219,9 +233,10 @@ struct WarpAttention {
     if constexpr (Traits::kSharedQuery) {
       for (int i = threadIdx.x; i < kDecodeRows * Rows::kChunks; i += Traits::kThreads) {
         const int row = i / Rows::kChunks, chunk = i % Rows::kChunks;
-        const T* from = static_cast<const T*>(p.op.query) +
-                        row_offset(p, s.query_start, kv_head, first_row + smaller(row, rows - 1),
-                                   p.op.query_stride_token, p.op.query_stride_head);
+        const T* from =
+            static_cast<const T*>(p.op.query) +
+            decode_row_offset(p, s.query_start, kv_head, first_row + smaller(row, rows - 1),
+                              p.op.query_stride_token, p.op.query_stride_head);
         *reinterpret_cast<uint4*>(shared + Rows::offset(row, chunk)) =
             row < rows ? *reinterpret_cast<const uint4*>(from + chunk * 8) : uint4{0, 0, 0, 0};
       }
@@ -361,86 +376,85 @@ __global__ __launch_bounds__(
   char* tail = query + Traits::kQueryBytes;
   auto* scales = reinterpret_cast<float2(*)[kDecodeRows]>(tail);
   auto& state = *reinterpret_cast<BlockState*>(tail + Traits::kScalesBytes);
+  const SequenceRecord& sequence = state.sequence;
 
   const PlanView plan(p);
   const BlockRecord record = plan.blocks[blockIdx.x];
   if (record.num_tiles > 0) {
     TileLoader<T, HEAD_DIM> loader(p, plan, record);
-    int issue_stage = 0;
-    auto issue_next = [&] {
+    if (threadIdx.x == 0) state.sequence = record.sequence;
+    __syncthreads();
+    WarpAttention<T, HEAD_DIM> attention;
+    attention.clear();
+    const PartWriter<T, HEAD_DIM, Traits::kThreads> writer(p, plan);
+
+    int index = record.index, tile = record.tile, tiles_left = record.num_tiles;
+    int kv_head = loader.kv_head, slice = loader.slice;
+    bool first_unit = true, prefix = tile == 0;
+    int issue_stage = 0, stage = 0;
+    int lead = p.stages - 1;  // steps by which the copies are still to get ahead of the arithmetic
+    int steps = 0;            // left of the part at hand, or of the chunk
+    int first = 0, end = 0, range_end = 0;
+    UnitRows rows{};
+    // One round is one step. A single place issues copies: it is most of the loop's code.
+    while (true) {
       if (loader.tiles_left > 0) {
         loader.issue(ring_address + issue_stage * Traits::kWarpStageBytes);
         issue_stage = issue_stage + 1 == p.stages ? 0 : issue_stage + 1;
       }
       commit_copies();  // also when there is nothing left: the waits count groups
-    };
-    for (int i = 0; i < p.stages - 1; ++i) issue_next();
-
-    const PartWriter<T, HEAD_DIM, Traits::kThreads> writer(p, plan);
-    WarpAttention<T, HEAD_DIM> attention;
-    attention.clear();
-    const SequenceRecord& sequence = state.sequence;
-    auto set_sequence = [&](const SequenceRecord* from) {
-      if (threadIdx.x < sizeof(SequenceRecord) / kInts) {
-        reinterpret_cast<int32_t*>(&state.sequence)[threadIdx.x] =
-            reinterpret_cast<const int32_t*>(from)[threadIdx.x];
+      if (lead > 0) {
+        --lead;
+        continue;
       }
-      __syncthreads();
-    };
-    if (threadIdx.x == 0) {
-      state.partition = Partition(plan.header->total_tiles, gridDim.x);
-      state.deterministic = plan.header->deterministic != 0;
-    }
-    set_sequence(&plan.blocks[blockIdx.x].sequence);
-    int index = record.index, unit = record.unit, tile = record.tile;
-    int tiles_left = record.num_tiles, stage = 0;
-    bool prefix = tile == 0;
-    while (true) {
-      // One part, or one chunk of it.
-      const int chunk = chunk_tiles(sequence.num_tiles, state.deterministic);
-      const int part_end = smaller(sequence.num_tiles, tile + tiles_left);
-      const int end =
-          state.deterministic ? smaller(part_end, (tile / chunk + 1) * chunk) : part_end;
-      const bool complete = end == sequence.num_tiles;
-      attention.start(p, sequence, unit, query);
-      int last_stage = stage;
-      int first = (sequence.first_tile + tile) * kTileTokens + warp * kWarpTokens;
-      for (int step = (end - tile) * Traits::kSteps; step > 0; --step) {
-        wait_copies(p.stages - 2);
-        __syncwarp();  // every lane's copies are there, and every lane is done with the stage
-                       // before
-        issue_next();
-        if (first < sequence.seq_len && first + kWarpTokens > sequence.first_key) {
-          attention.step(p, ring_address + stage * Traits::kWarpStageBytes, first);
+      if (steps == 0) {
+        range_end = end = smaller(sequence.num_tiles, tile + tiles_left);
+        if (record.deterministic) {
+          const int chunk = chunk_tiles(sequence.num_tiles, true);
+          end = smaller(end, (tile / chunk + 1) * chunk);
         }
-        first += Traits::kStepTokens;
-        last_stage = stage;
-        stage = stage + 1 == p.stages ? 0 : stage + 1;
+        steps = (end - tile) * Traits::kSteps;
+        first = (sequence.first_tile + tile) * kTileTokens + warp * kWarpTokens;
+        const int first_row = slice * kDecodeRows;
+        rows = {.query_start = sequence.query_start,
+                .kv_head = kv_head,
+                .first_row = first_row,
+                .rows = smaller(kDecodeRows, sequence.query_len * p.group - first_row)};
+        attention.start(p, sequence, rows, query);
       }
+      if (p.stages == 3) {
+        wait_copies<2>();
+      } else {
+        wait_copies(p.stages - 1);
+      }
+      __syncwarp();  // every lane's copies are there
+      if (first < sequence.seq_len && first + kWarpTokens > sequence.first_key) {
+        attention.step(p, ring_address + stage * Traits::kWarpStageBytes, first);
+      }
+      __syncwarp();  // every lane is done with the stage
+      first += Traits::kStepTokens;
+      const int last_stage = stage;
+      stage = stage + 1 == p.stages ? 0 : stage + 1;
+      if (--steps > 0) continue;
 
-      // The next copy into last_stage is issued after the barrier at the end of this.
-      __syncwarp();
-      const int rows =
-          smaller(kDecodeRows, sequence.query_len * p.group - unit % p.slices * kDecodeRows);
+      // The next copy into last_stage is issued after the barriers in here.
       attention.leave(reinterpret_cast<float*>(ring + last_stage * Traits::kWarpStageBytes),
-                      scales[warp], rows);
+                      scales[warp], rows.rows);
       __syncthreads();
-      const Unit unit_place{sequence.list_begin + unit * sequence.num_tiles, sequence.num_tiles,
-                            chunk};
-      writer.template finish<Traits::kWarps>(
-          Part{
-              .sequence = &sequence,
-              .unit = unit,
-              .slots = PartSlots(state.partition, unit_place, state.deterministic),
-              .prefix = prefix,
-              .accumulates = prefix && tile > 0,
-              .complete = complete,
-              .last_of_block = end == part_end,
-              .chunk = state.deterministic ? tile / chunk : 0,
-          },
-          scales, reinterpret_cast<const float*>(shared + last_stage * Traits::kWarpStageBytes),
-          p.stages * Traits::kWarpStageBytes / 4, &state.flag);
+      writer.write(
+          record, sequence, rows,
+          Part{.unit = kv_head * p.slices + slice,
+               .tile = tile,
+               .end = end,
+               .range_end = range_end,
+               .prefix = prefix,
+               .first_unit = first_unit},
+          WarpResults<HEAD_DIM, Traits::kWarps>{
+              scales, reinterpret_cast<const float*>(shared + last_stage * Traits::kWarpStageBytes),
+              p.stages * Traits::kWarpStageBytes / 4},
+          &state.flag);
 
+      const bool complete = end == sequence.num_tiles;
       tiles_left -= end - tile;
       if (tiles_left == 0) break;
       __syncthreads();  // the stage and the scales may be written again
@@ -449,14 +463,26 @@ __global__ __launch_bounds__(
       if (complete) {
         tile = 0;
         prefix = true;
-        if (++unit == p.units) {
-          unit = 0;
-          set_sequence(plan.sequences + ++index);
+        first_unit = false;
+        if (++slice == p.slices) {
+          slice = 0;
+          ++kv_head;
+        }
+        if (kv_head == p.op.num_kv_heads) {
+          kv_head = 0;
+          ++index;
+          if (threadIdx.x < sizeof(SequenceRecord) / kInts) {
+            reinterpret_cast<int32_t*>(&state.sequence)[threadIdx.x] =
+                reinterpret_cast<const int32_t*>(plan.sequences + index)[threadIdx.x];
+          }
+          __syncthreads();
         }
       }
     }
   }
-  write_zero_rows<T>(p, plan, Traits::kThreads);
+  if (record.first_padded_row < p.op.num_tokens || record.has_zero_runs) {
+    write_zero_rows<T>(p, plan, Traits::kThreads);
+  }
 }
 
 template <typename T, int HEAD_DIM>

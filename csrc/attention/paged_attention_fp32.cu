@@ -204,29 +204,36 @@ __global__ __launch_bounds__(kThreads,
   auto& shared = *reinterpret_cast<SharedTiles<HEAD_DIM>*>(bytes);
   const PlanView plan(p);
   const BlockRecord record = plan.blocks[blockIdx.x];
-  const bool deterministic = plan.header->deterministic != 0;
-  const Partition partition(plan.header->total_tiles, gridDim.x);
   const PartWriter<float, HEAD_DIM, kThreads> writer(p, plan);
   Fp32Attention<HEAD_DIM> attention(p, shared);
 
   SequenceRecord sequence = record.sequence;
   int index = record.index, unit = record.unit, tile = record.tile;
   int tiles_left = record.num_tiles;
-  bool prefix = tile == 0;
+  bool first_unit = true, prefix = tile == 0;
   while (tiles_left > 0) {
     // One part, or one chunk of it: see decode_kernel.
-    const int chunk = chunk_tiles(sequence.num_tiles, deterministic);
-    const int part_end = smaller(sequence.num_tiles, tile + tiles_left);
-    const int end = deterministic ? smaller(part_end, (tile / chunk + 1) * chunk) : part_end;
+    const int range_end = smaller(sequence.num_tiles, tile + tiles_left);
+    int end = range_end;
+    if (record.deterministic) {
+      const int chunk = chunk_tiles(sequence.num_tiles, true);
+      end = smaller(end, (tile / chunk + 1) * chunk);
+    }
     const int first_row = unit % p.slices * kDecodeRows;
+    const UnitRows rows{
+        .query_start = sequence.query_start,
+        .kv_head = unit / p.slices,
+        .first_row = first_row,
+        .rows = smaller(kDecodeRows, sequence.query_len * p.group - first_row),
+    };
     attention.start({
         .seq = sequence.seq,
         .query_start = sequence.query_start,
         .query_len = sequence.query_len,
         .seq_len = sequence.seq_len,
-        .kv_head = unit / p.slices,
+        .kv_head = rows.kv_head,
         .first_row = first_row,
-        .rows = smaller(kDecodeRows, sequence.query_len * p.group - first_row),
+        .rows = rows.rows,
         .key_begin = sequence.first_key,
         .key_end = sequence.seq_len,
     });
@@ -243,19 +250,14 @@ __global__ __launch_bounds__(kThreads,
       if (column == 0) shared.scales[0][row] = {state.maximum, state.sum};
     });
     __syncthreads();
-    const Unit place{sequence.list_begin + unit * sequence.num_tiles, sequence.num_tiles, chunk};
-    writer.template finish<1>(
-        Part{
-            .sequence = &sequence,
-            .unit = unit,
-            .slots = PartSlots(partition, place, deterministic),
-            .prefix = prefix,
-            .accumulates = prefix && tile > 0,
-            .complete = end == sequence.num_tiles,
-            .last_of_block = end == part_end,
-            .chunk = deterministic ? tile / chunk : 0,
-        },
-        shared.scales, sums, /*stride=*/0, &shared.flag);
+    writer.write(record, sequence, rows,
+                 Part{.unit = unit,
+                      .tile = tile,
+                      .end = end,
+                      .range_end = range_end,
+                      .prefix = prefix,
+                      .first_unit = first_unit},
+                 WarpResults<HEAD_DIM, 1>{shared.scales, sums, /*stride=*/0}, &shared.flag);
     __syncthreads();
 
     tiles_left -= end - tile;
@@ -263,13 +265,16 @@ __global__ __launch_bounds__(kThreads,
     if (tile == sequence.num_tiles) {
       tile = 0;
       prefix = true;
+      first_unit = false;
       if (++unit == p.units) {
         unit = 0;
         if (tiles_left > 0) sequence = plan.sequences[++index];
       }
     }
   }
-  write_zero_rows<float>(p, plan, kThreads);
+  if (record.first_padded_row < p.op.num_tokens || record.has_zero_runs) {
+    write_zero_rows<float>(p, plan, kThreads);
+  }
 }
 
 template <int HEAD_DIM>

@@ -36,6 +36,23 @@ struct RowState {
     value.w = __fmaf_rn(value.w, a, __fmul_rn(next.value.w, b));
   }
 
+  // The same with a result (m, l), o whose maximum is `reference` at most; so is this one's, which
+  // has been rescaled. Folding several under the maximum of all is the shorter chain.
+  __device__ __forceinline__ void add(float2 scale, float4 next, float reference) {
+    const float weight = exp2_fast(scale.x - reference);
+    sum = __fmaf_rn(scale.y, weight, sum);
+    value.x = __fmaf_rn(next.x, weight, value.x);
+    value.y = __fmaf_rn(next.y, weight, value.y);
+    value.z = __fmaf_rn(next.z, weight, value.z);
+    value.w = __fmaf_rn(next.w, weight, value.w);
+  }
+
+  __device__ __forceinline__ void rescale(float by) {
+    sum = __fmul_rn(sum, by);
+    value = {__fmul_rn(value.x, by), __fmul_rn(value.y, by), __fmul_rn(value.z, by),
+             __fmul_rn(value.w, by)};
+  }
+
   // The attention output; zeros for a row that saw no key.
   __device__ __forceinline__ float4 normalized() const {
     const float inverse = sum == 0.0f ? 0.0f : 1.0f / sum;
@@ -61,6 +78,15 @@ __device__ __forceinline__ int64_t row_offset(const KernelParams& p, int query_s
          (static_cast<int64_t>(kv_head) * p.group + head) * stride_head;
 }
 
+// The same of a decode sequence.
+__device__ __forceinline__ int64_t decode_row_offset(const KernelParams& p, int query_start,
+                                                     int kv_head, int row, int64_t stride_token,
+                                                     int64_t stride_head) {
+  const int token = decode_token(p, row), head = row - token * p.group;
+  return (query_start + token) * stride_token +
+         (static_cast<int64_t>(kv_head) * p.group + head) * stride_head;
+}
+
 template <typename T, int HEAD_DIM>
 __device__ __forceinline__ T* output_row(const KernelParams& p, int query_start, int kv_head,
                                          int row) {
@@ -80,16 +106,46 @@ struct WarpSums {
   }
 };
 
-// One part of a unit, as its block has it.
+// The packed rows of a unit.
+struct UnitRows {
+  int query_start, kv_head;
+  int first_row, rows;
+};
+
+// What WARPS warps have left in shared memory: (m, l) of each warp and row, and WarpSums, those of
+// warp w at sums + w * stride.
+template <int HEAD_DIM, int WARPS>
+struct WarpResults {
+  const float2 (*scales)[kDecodeRows];
+  const float* sums;
+  int stride;
+
+  __device__ __forceinline__ RowState fold(int row, int column) const {
+    float2 scale[WARPS];
+    float4 value[WARPS];
+    float m = -INFINITY;
+#pragma unroll
+    for (int w = 0; w < WARPS; ++w) {
+      scale[w] = scales[w][row];
+      value[w] = *reinterpret_cast<const float4*>(sums + w * stride +
+                                                  WarpSums<HEAD_DIM>::index(row, column));
+      m = fmaxf(m, scale[w].x);
+    }
+    RowState state{m, 0.0f, {0.0f, 0.0f, 0.0f, 0.0f}};
+    const float reference = m == -INFINITY ? 0.0f : m;
+#pragma unroll
+    for (int w = 0; w < WARPS; ++w) state.add(scale[w], value[w], reference);
+    return state;
+  }
+};
+
+// One part of a unit, as its block has it, or one chunk of it: tiles `tile` .. `end` - 1.
 struct Part {
-  const SequenceRecord* sequence;
-  int unit;  // KV head * slices + slice
-  PartSlots slots;
-  bool prefix;         // the block's range holds the unit's first tile
-  bool accumulates;    // earlier chunks of the prefix are to be folded in
-  bool complete;       // and with this part the unit is whole
-  bool last_of_block;  // no further part of the unit follows in this block
-  int chunk;           // deterministic mode; else 0
+  int unit;         // KV head * slices + slice
+  int tile, end;    // within the unit
+  int range_end;    // where the block's tiles of the unit end: beyond `end` there are more chunks
+  bool prefix;      // the block's range holds the unit's first tile
+  bool first_unit;  // it is the one that the block began with
 };
 
 template <typename T, int HEAD_DIM, int THREADS>
@@ -109,6 +165,24 @@ struct PartWriter {
                                                               kSlotsPerBlock * p.partial_rows *
                                                               HEAD_DIM)) {}
 
+  // The whole block; what the warps left must be visible. `flag`: one int of shared memory.
+  template <typename Results>
+  __device__ __forceinline__ void write(const BlockRecord& record, const SequenceRecord& sequence,
+                                        const UnitRows& rows, const Part& part,
+                                        const Results& results, int* flag) const {
+    if (part.prefix && part.tile == 0 && part.end == sequence.num_tiles) {
+      for_each(rows,
+               [&](int row, int column) { output(rows, row, column, results.fold(row, column)); });
+    } else if (!record.deterministic) {
+      const bool began_earlier = part.first_unit && !part.prefix;
+      write_part(rows, part.prefix, results, began_earlier ? record.owner : blockIdx.x,
+                 began_earlier ? record.first_parts : record.last_parts, flag);
+    } else {
+      write_chunk(record, sequence, rows, part, results, flag);
+    }
+  }
+
+ private:
   __device__ __forceinline__ RowState load(int slot, int row, int column) const {
     const int64_t at = static_cast<int64_t>(slot) * p.partial_rows + row;
     const float2 scale = __ldcg(scales + at);
@@ -122,87 +196,130 @@ struct PartWriter {
     if (column == 0) scales[at] = {s.maximum, s.sum};
   }
 
-  // The whole block; what the warps left must be visible. warp_scales: [WARPS][kDecodeRows] (m, l);
-  // warp_sums: WarpSums of warp w at warp_sums + w * stride. `flag`: one int of shared memory.
-  template <int WARPS>
-  __device__ void finish(const Part& part, const float2 (*warp_scales)[kDecodeRows],
-                         const float* warp_sums, int stride, int* flag) const {
-    const SequenceRecord& s = *part.sequence;
-    const int kv_head = part.unit / p.slices;
-    const int first_row = part.unit % p.slices * kDecodeRows;
-    const int rows = smaller(kDecodeRows, s.query_len * p.group - first_row);
-    const bool whole = part.prefix && part.complete;
-    const int block = blockIdx.x;
-    const int slot = part.prefix ? part.slots.prefix_slot(block, part.chunk)
-                                 : part.slots.later_slot(block, part.chunk);
+  __device__ __forceinline__ void output(const UnitRows& unit, int row, int column,
+                                         const RowState& state) const {
+    T* out = static_cast<T*>(p.op.out) + decode_row_offset(p, unit.query_start, unit.kv_head,
+                                                           unit.first_row + row,
+                                                           p.op.num_heads * HEAD_DIM, HEAD_DIM);
+    store_row(out + column, state.normalized());
+  }
 
-    for (int i = threadIdx.x; i < rows * kColumns; i += THREADS) {
-      const int row = i / kColumns, column = i % kColumns * 4;
-      RowState state{-INFINITY, 0.0f, {0.0f, 0.0f, 0.0f, 0.0f}};
+  template <typename Body>
+  __device__ __forceinline__ void for_each(const UnitRows& unit, const Body& body) const {
+    for (int i = threadIdx.x; i < unit.rows * kColumns; i += THREADS) {
+      body(i / kColumns, i % kColumns * 4);
+    }
+  }
+
+  // Counts a part in; true for the last of `parts`, which sees what all have written.
+  __device__ __forceinline__ bool is_last(int owner, int parts, int* flag) const {
+    __syncthreads();  // the block's writes come before thread 0's release
+    if (threadIdx.x == 0) {
+      int* counter = plan.counters + owner;
+      const bool last = count_in(counter) == parts - 1;
+      if (last) *counter = 0;
+      *flag = last;
+    }
+    __syncthreads();  // and thread 0's acquire before the block's reads
+    return *flag != 0;
+  }
+
+  // A part of a unit that lies in `parts` blocks from `owner` on.
+  template <typename Results>
+  __device__ __forceinline__ void write_part(const UnitRows& rows, bool prefix,
+                                             const Results& results, int owner, int parts,
+                                             int* flag) const {
+    const int slot = part_slot(blockIdx.x, prefix);
+    for_each(rows,
+             [&](int row, int column) { store(slot, row, column, results.fold(row, column)); });
+    if (!is_last(owner, parts, flag)) return;
+    for_each(rows, [&](int row, int column) {
+      output(rows, row, column, merge(owner, parts, row, column));
+    });
+  }
+
+  // Several loads in flight; each batch is folded under the maximum of all in it.
+  __device__ __forceinline__ RowState merge(int owner, int parts, int row, int column) const {
+    constexpr int kBatch = 8;
+    RowState state{-INFINITY, 0.0f, {0.0f, 0.0f, 0.0f, 0.0f}};
+    const int64_t first_at = static_cast<int64_t>(part_slot(owner, false)) * p.partial_rows + row;
+    const float2* scale_from = scales + first_at;
+    const float* sums_from = sums + first_at * HEAD_DIM + column;
+    const int stride = kSlotsPerBlock * p.partial_rows, prefix = kPrefixSlot * p.partial_rows;
+#pragma unroll 1
+    for (int first = 0; first < parts; first += kBatch) {
+      float2 scale[kBatch];
+      float4 value[kBatch];
+      float m = state.maximum;
 #pragma unroll
-      for (int w = 0; w < WARPS; ++w) {
-        const float2 scale = warp_scales[w][row];
-        const RowState next{scale.x, scale.y,
-                            *reinterpret_cast<const float4*>(
-                                warp_sums + w * stride + WarpSums<HEAD_DIM>::index(row, column))};
-        if (w == 0) {
-          state = next;
-        } else {
-          state.fold(next);
+      for (int i = 0; i < kBatch; ++i) {
+        const int part = first + i;
+        const int at = part == 0 ? prefix : part * stride;
+        scale[i] = {-INFINITY, 0.0f};
+        value[i] = {0.0f, 0.0f, 0.0f, 0.0f};
+        if (part < parts) {
+          scale[i] = __ldcg(scale_from + at);
+          value[i] = __ldcg(
+              reinterpret_cast<const float4*>(sums_from + static_cast<int64_t>(at) * HEAD_DIM));
         }
       }
-      if (part.accumulates) {
-        RowState earlier = load(part.slots.prefix_slot(block, part.chunk - 1), row, column);
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) m = fmaxf(m, scale[i].x);
+      const float reference = m == -INFINITY ? 0.0f : m;
+      state.rescale(exp2_fast(state.maximum - reference));
+      state.maximum = m;
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) state.add(scale[i], value[i], reference);
+    }
+    return state;
+  }
+
+  // Deterministic mode: chunks are folded from the left, one by one.
+  template <typename Results>
+  __device__ __forceinline__ void write_chunk(const BlockRecord& record,
+                                              const SequenceRecord& sequence, const UnitRows& rows,
+                                              const Part& part, const Results& results,
+                                              int* flag) const {
+    const Unit unit{sequence.list_begin + part.unit * sequence.num_tiles, sequence.num_tiles,
+                    chunk_tiles(sequence.num_tiles, true)};
+    const ChunkSlots slots(Partition(record.total_tiles, gridDim.x), unit);
+    const int block = blockIdx.x, chunk = part.tile / unit.chunk;
+    const bool whole = part.prefix && part.end == unit.num_tiles;
+    const int slot = part.prefix ? slots.prefix_slot(block, chunk) : slots.later_slot(block, chunk);
+    for_each(rows, [&](int row, int column) {
+      RowState state = results.fold(row, column);
+      if (part.prefix && chunk > 0) {
+        RowState earlier = load(slots.prefix_slot(block, chunk - 1), row, column);
         earlier.fold(state);
         state = earlier;
       }
       if (whole) {
-        store_row(output_row<T, HEAD_DIM>(p, s.query_start, kv_head, first_row + row) + column,
-                  state.normalized());
+        output(rows, row, column, state);
       } else {
         store(slot, row, column, state);
       }
-    }
-    if (whole || (part.prefix && !part.last_of_block)) return;
+    });
+    if (whole || (part.prefix && part.end < part.range_end)) return;
 
-    __syncthreads();  // the block's writes come before thread 0's fence
-    if (threadIdx.x == 0) {
-      __threadfence();
-      int* counter = plan.counters + part.slots.first_block;
-      const int parts = part.slots.num_parts();
-      const bool last = atomicAdd(counter, 1) == parts - 1;
-      if (last) *counter = 0;
-      *flag = last ? parts : 0;
-    }
-    __syncthreads();
-    const int parts = *flag;
-    if (parts == 0) return;
-    __threadfence();
-    for (int i = threadIdx.x; i < rows * kColumns; i += THREADS) {
-      const int row = i / kColumns, column = i % kColumns * 4;
-      const RowState state = merge(part.slots, parts, row, column);
-      store_row(output_row<T, HEAD_DIM>(p, s.query_start, kv_head, first_row + row) + column,
-                state.normalized());
-    }
-  }
-
-  // Left to right, several loads in flight.
-  __device__ __forceinline__ RowState merge(const PartSlots& slots, int parts, int row,
-                                            int column) const {
-    constexpr int kBatch = 8;
-    RowState state = load(slots.slot(0), row, column);
-    for (int first = 1; first < parts; first += kBatch) {
-      RowState next[kBatch];
+    const int parts = slots.num_parts();
+    if (!is_last(slots.first_block, parts, flag)) return;
+    for_each(rows, [&](int row, int column) {
+      constexpr int kBatch = 4;
+      RowState state = load(slots.slot(0), row, column);
+#pragma unroll 1
+      for (int first = 1; first < parts; first += kBatch) {
+        RowState next[kBatch];
 #pragma unroll
-      for (int i = 0; i < kBatch; ++i) {
-        if (first + i < parts) next[i] = load(slots.slot(first + i), row, column);
-      }
+        for (int i = 0; i < kBatch; ++i) {
+          if (first + i < parts) next[i] = load(slots.slot(first + i), row, column);
+        }
 #pragma unroll
-      for (int i = 0; i < kBatch; ++i) {
-        if (first + i < parts) state.fold(next[i]);
+        for (int i = 0; i < kBatch; ++i) {
+          if (first + i < parts) state.fold(next[i]);
+        }
       }
-    }
-    return state;
+      output(rows, row, column, state);
+    });
   }
 };
 

@@ -8,8 +8,8 @@
 // Decode. A sequence with one query token, or with at most kDecodeRows packed rows, is decode work:
 // it is cut along its keys. A *unit* is one (sequence, KV head, slice of kDecodeRows packed rows);
 // it has as many *tiles* of kTileTokens keys as its sequence. The tiles of all units, sequence by
-// sequence and head by head, form one list, which is cut into `num_blocks` contiguous ranges of
-// equal length. A unit that lies in several ranges is computed in parts, which the last block to
+// sequence and head by head, form one list, which is cut into contiguous ranges of equal length,
+// one a block. A unit that lies in several ranges is computed in parts, which the last block to
 // finish merges.
 //
 // In deterministic mode ranges are cut at *chunks* only: chunk_tiles tiles, a number that depends
@@ -38,8 +38,14 @@ constexpr int kDecodeRows = 16;  // packed rows of a unit: one m16 tile of the t
 constexpr int kMaxChunks = 16;
 constexpr int kMinChunkTiles = 4;
 
-// Places for partial results that a block has (see PartSlots).
+// Places for partial results that a block has; slot s of block b is b * kSlotsPerBlock + s:
+//   0 .. kMaxChunks - 2   its parts of the unit that began in an earlier range: slot 0 alone or, in
+//                         deterministic mode, one for each chunk
+//   kPrefixSlot, + 1      its part of a unit that begins in its range ("prefix"); deterministic
+//   mode
+//                         alternates: a chunk is folded from the one into the other
 constexpr int kSlotsPerBlock = kMaxChunks + 1;
+constexpr int kPrefixSlot = kMaxChunks - 1;
 
 // Blocks of the decode grid for each multiprocessor. Two, with three stages of 32 KB each, is what
 // brings the bare loads of a paged cache closest to the memory's rate on an H200 (4.34 of 4.39
@@ -74,20 +80,24 @@ PAGEDINFER_HOST_DEVICE int chunk_tiles(int num_tiles, bool deterministic) {
   return deterministic ? larger(kMinChunkTiles, ceil_div(num_tiles, kMaxChunks)) : 1;
 }
 
-// The list of `total` tiles, cut into `blocks` contiguous ranges whose lengths differ by one at
-// most; the longer ones come first, so that with fewer tiles than blocks the first blocks, which
-// lie on different multiprocessors, have one each.
+// The list of `total` tiles, cut into ranges of the same length for at most `blocks` blocks; the
+// last one may be shorter, and blocks after it have none. Sharing the remainder out instead would
+// not end sooner, and it moves the cuts away from multiples of the length, where the units of an
+// even batch are cut least.
 struct Partition {
-  int base, extra;
+  int length;
 
   PAGEDINFER_HOST_DEVICE Partition(int total, int blocks)
-      : base(total / blocks), extra(total % blocks) {}
+      : length(larger(1, ceil_div(total, blocks))) {}
 
-  PAGEDINFER_HOST_DEVICE int start(int block) const { return block * base + smaller(block, extra); }
+  // May lie past the list's end.
+  PAGEDINFER_HOST_DEVICE int start(int block) const { return block * length; }
 
-  PAGEDINFER_HOST_DEVICE int block_of(int tile) const {
-    const int longer = extra * (base + 1);
-    return tile < longer ? tile / (base + 1) : extra + (tile - longer) / base;
+  PAGEDINFER_HOST_DEVICE int block_of(int tile) const { return tile / length; }
+
+  // How many blocks the tiles begin .. begin + num_tiles - 1 lie in.
+  PAGEDINFER_HOST_DEVICE int num_blocks(int begin, int num_tiles) const {
+    return block_of(begin + num_tiles - 1) - block_of(begin) + 1;
   }
 };
 
@@ -110,49 +120,40 @@ struct Unit {
   }
 };
 
-// The parts of a unit, in the order in which they are merged, and where each part's result lies.
-//
-// Of a unit that begins in its range, a block has one part, the fold of all its chunks there
-// ("prefix"). Of a unit that began in an earlier range, it has one part for each chunk; without
-// deterministic mode all its tiles are one part.
-//
-// Slots of block b: b * kSlotsPerBlock + ...
-//   0 .. kMaxChunks - 2       parts of the unit that began in an earlier range
-//   kMaxChunks - 1, + 1       the prefix, alternating: chunk k is folded from the one into the
-//   other
-struct PartSlots {
+// Where a block's part of a unit lies, outside deterministic mode. `prefix`: the unit begins in the
+// block's range. Part i of a unit is that of the ith block from the one that owns the prefix on.
+PAGEDINFER_HOST_DEVICE int part_slot(int block, bool prefix) {
+  return block * kSlotsPerBlock + (prefix ? kPrefixSlot : 0);
+}
+
+// The same in deterministic mode. Of a unit that begins in its range, a block has one part, the
+// fold of all its chunks there; of one that began in an earlier range, one part for each chunk.
+// They are numbered in the order in which they are merged.
+struct ChunkSlots {
   Partition partition;
   Unit unit;
-  bool deterministic;
   int first_block;    // owns the prefix
-  int prefix_chunks;  // chunks in it; deterministic mode only
+  int prefix_chunks;  // chunks in it
 
-  PAGEDINFER_HOST_DEVICE PartSlots(const Partition& partition, const Unit& unit, bool deterministic)
+  PAGEDINFER_HOST_DEVICE ChunkSlots(const Partition& partition, const Unit& unit)
       : partition(partition),
         unit(unit),
-        deterministic(deterministic),
         first_block(partition.block_of(unit.begin)),
-        prefix_chunks(deterministic ? unit.chunk_at(partition.start(first_block + 1)) : 1) {}
+        prefix_chunks(unit.chunk_at(partition.start(first_block + 1))) {}
 
-  PAGEDINFER_HOST_DEVICE int num_parts() const {
-    if (deterministic) return 1 + unit.num_chunks() - prefix_chunks;
-    return partition.block_of(unit.begin + unit.num_tiles - 1) - first_block + 1;
-  }
+  PAGEDINFER_HOST_DEVICE int num_parts() const { return 1 + unit.num_chunks() - prefix_chunks; }
 
   // The slot of a block's prefix once it holds the chunks up to and including `chunk`.
   PAGEDINFER_HOST_DEVICE int prefix_slot(int block, int chunk) const {
-    return block * kSlotsPerBlock + kMaxChunks - 1 + (deterministic ? chunk & 1 : 0);
+    return block * kSlotsPerBlock + kPrefixSlot + (chunk & 1);
   }
 
-  // The slot of a later part: of `chunk` in deterministic mode, of the block's tiles otherwise.
   PAGEDINFER_HOST_DEVICE int later_slot(int block, int chunk) const {
-    return block * kSlotsPerBlock +
-           (deterministic ? chunk - unit.chunk_at(partition.start(block)) : 0);
+    return block * kSlotsPerBlock + chunk - unit.chunk_at(partition.start(block));
   }
 
   PAGEDINFER_HOST_DEVICE int slot(int part) const {
     if (part == 0) return prefix_slot(first_block, prefix_chunks - 1);
-    if (!deterministic) return later_slot(first_block + part, 0);
     const int chunk = prefix_chunks + part - 1;
     return later_slot(partition.block_of(unit.begin + chunk * unit.chunk), chunk);
   }
@@ -182,12 +183,21 @@ struct alignas(16) SequenceRecord {
 };
 
 // What one block of the decode grid does: `num_tiles` tiles from `tile` of `unit` of `sequence` on.
+// All that it needs to begin and to end, so that it waits for one read only. Blocks without tiles
+// have the fields from first_padded_row on.
 struct alignas(16) BlockRecord {
   int num_tiles;
   int index;  // of the SequenceRecord
   int unit;   // KV head * row_slices + slice
   int tile;   // within the unit
   SequenceRecord sequence;
+  int owner;            // the block in whose range the first unit begins: it may be an earlier one
+  int first_parts;      // how many blocks that unit lies in
+  int last_parts;       // the same of the last unit of the range
+  int sequences_after;  // SequenceRecords past `index`
+  int total_tiles;      // of the list
+  int first_padded_row;
+  bool deterministic, has_zero_runs;
 };
 
 // Rows of a sequence of length 0.

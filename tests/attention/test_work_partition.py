@@ -44,11 +44,11 @@ int main() {
     }
     const Partition partition(total, grid);
 
-    // Ranges are contiguous, cover the list and differ by one tile at most; block_of inverts start.
-    EXPECT(partition.start(0) == 0 && partition.start(grid) == total);
+    // Ranges are contiguous, cover the list and are no longer than they must be; block_of inverts
+    // start.
+    EXPECT(partition.start(0) == 0 && partition.start(grid) >= total);
     for (int b = 0; b < grid; ++b) {
-      const int length = partition.start(b + 1) - partition.start(b);
-      EXPECT(length == total / grid || length == total / grid + 1);
+      EXPECT(partition.start(b + 1) - partition.start(b) == larger(1, (total + grid - 1) / grid));
       for (int t = partition.start(b); t < partition.start(b + 1); ++t) EXPECT(partition.block_of(t) == b);
     }
 
@@ -56,36 +56,39 @@ int main() {
     // every part is written to a slot of its block that nothing else in use occupies.
     std::set<int> slots_in_use, counters;
     for (const Unit& unit : units) {
-      const PartSlots slots(partition, unit, deterministic);
+      const int owner = partition.block_of(unit.begin);
+      const ChunkSlots chunks(partition, unit);  // of no use outside deterministic mode
       std::vector<int> parts;  // slots, in order
       int covered = 0;
-      for (int b = slots.first_block; b < grid; ++b) {
+      for (int b = owner; b < grid; ++b) {
         const int begin = unit.cut(partition.start(b)), end = unit.cut(partition.start(b + 1));
         if (begin >= end) continue;
         EXPECT(begin == unit.begin + covered);
         covered = end - unit.begin;
         if (begin == unit.begin) {
-          EXPECT(b == slots.first_block);
-          const int last_chunk = deterministic ? (covered - 1) / unit.chunk : 0;
-          EXPECT(!deterministic || last_chunk + 1 == slots.prefix_chunks);
-          parts.push_back(slots.prefix_slot(b, last_chunk));
+          EXPECT(b == owner && (!deterministic || chunks.first_block == owner));
+          const int last_chunk = (covered - 1) / unit.chunk;
+          EXPECT(!deterministic || last_chunk + 1 == chunks.prefix_chunks);
+          parts.push_back(deterministic ? chunks.prefix_slot(b, last_chunk) : part_slot(b, true));
         } else if (!deterministic) {
-          parts.push_back(slots.later_slot(b, 0));
+          parts.push_back(part_slot(b, false));
         } else {
           for (int t = begin; t < end; t += unit.chunk) {
             const int chunk = (t - unit.begin) / unit.chunk;
             EXPECT((t - unit.begin) % unit.chunk == 0);
             EXPECT(partition.block_of(t) == b);
-            parts.push_back(slots.later_slot(b, chunk));
+            parts.push_back(chunks.later_slot(b, chunk));
           }
         }
       }
       EXPECT(covered == unit.num_tiles);
-      EXPECT(static_cast<int>(parts.size()) == slots.num_parts());
-      if (parts.size() == 1) continue;
-      EXPECT(counters.insert(slots.first_block).second);
-      for (int i = 0; i < slots.num_parts(); ++i) {
-        EXPECT(slots.slot(i) == parts[i]);
+      const int num_parts =
+          deterministic ? chunks.num_parts() : partition.num_blocks(unit.begin, unit.num_tiles);
+      EXPECT(static_cast<int>(parts.size()) == num_parts);
+      if (num_parts == 1) continue;
+      EXPECT(counters.insert(owner).second);
+      for (int i = 0; i < num_parts; ++i) {
+        EXPECT(parts[i] == (deterministic ? chunks.slot(i) : part_slot(owner + i, i == 0)));
         EXPECT(parts[i] >= 0 && parts[i] < grid * kSlotsPerBlock);
         EXPECT(slots_in_use.insert(parts[i]).second);
       }
