@@ -15,6 +15,7 @@
 //
 // Grid: p.grid blocks (DeviceLimits::decode_grid), whatever the batch, so that a captured graph
 // stays valid. A block owns the contiguous range of tiles in its BlockRecord (work_partition.h).
+// The launch is dependent (dependent_launch.cuh).
 //
 // A block's warps share nothing but the ends of the units: warp w takes tokens 16 w .. 16 w + 15 of
 // each tile, brings them in by itself and keeps a softmax of its own. So no barrier stands in the
@@ -35,6 +36,7 @@
 #include "attention/launchers.cuh"
 #include "attention/mma_primitives.cuh"
 #include "attention/partial_results.cuh"
+#include "common/dependent_launch.cuh"
 
 namespace pagedinfer::attention {
 
@@ -379,6 +381,7 @@ __global__ __launch_bounds__(
   const SequenceRecord& sequence = state.sequence;
 
   const PlanView plan(p);
+  begin_dependent();
   const BlockRecord record = plan.blocks[blockIdx.x];
   if (record.num_tiles > 0) {
     TileLoader<T, HEAD_DIM> loader(p, plan, record);
@@ -503,8 +506,7 @@ cudaError_t launch(KernelParams p, cudaStream_t stream) {
   cudaError_t status =
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
   if (status != cudaSuccess) return status;
-  kernel<<<p.grid, Traits::kThreads, bytes, stream>>>(p);
-  return cudaGetLastError();
+  return launch_dependent<const KernelParams>(kernel, p.grid, Traits::kThreads, bytes, stream, p);
 }
 
 }  // namespace
