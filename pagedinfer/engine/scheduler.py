@@ -227,6 +227,7 @@ class Scheduler:
                 self._finish(request, RequestStatus.FINISHED_ERROR)
                 updates.append(RequestUpdate(request, row, [], [], "error"))
                 continue
+            self.counters.num_generated_tokens += 1
             token_ids = request.token_ids
             token_ids.append(token)
             if request.num_computed_tokens >= request.next_cacheable:
@@ -241,7 +242,6 @@ class Scheduler:
                     self._finish(request, status)
                     update.finish_reason = status.finish_reason
                     update.stop_reason = request.stop_reason
-        self.counters.num_generated_tokens += len(updates)
         return updates
 
 

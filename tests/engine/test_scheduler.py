@@ -172,6 +172,7 @@ def test_a_token_that_could_not_be_sampled_ends_its_request_only() -> None:
     rig.run()
     assert rig.ends == {"bad": ("error", None), "good": ("length", None)}
     assert rig.outputs["bad"] == [5]
+    assert rig.scheduler.counters.num_generated_tokens == 1 + 8
     again = rig.add("again", prompt_of(9), max_tokens=8)
     rig.run()
     assert again.num_cached_tokens == 0  # nobody shares the blocks of a request that went wrong
