@@ -47,7 +47,7 @@ class Request:
         request_id: unique among the unfinished requests.
         prompt_token_ids: at least one token.
         sampling_params: read here are `max_tokens` (None: up to the longest context), `min_tokens`,
-            `ignore_eos` and `stop_token_ids`; the runner reads the rest.
+            `ignore_eos`, `stop_token_ids` and whether there is a `stop`; the runner reads the rest.
         eos_token_ids: what ends the text, unless `sampling_params.ignore_eos`.
         seed: 64 bits, the key of the request's random stream.
         priority: lower is more urgent; looked at under `scheduling_policy="priority"` only.
@@ -134,8 +134,8 @@ class Request:
         # When to stop. A stop token counts from position min_total_tokens on.
         stop_token_ids = frozenset(sampling_params.stop_token_ids or ())
         self.stop_set = stop_token_ids if sampling_params.ignore_eos else stop_token_ids | eos_token_ids
-        self.ends_by_length_only = not self.stop_set and not getattr(sampling_params, "stop", None)
-        self.min_total_tokens = self.num_prompt_tokens + (getattr(sampling_params, "min_tokens", 0) or 0)
+        self.ends_by_length_only = not self.stop_set and not sampling_params.stop
+        self.min_total_tokens = self.num_prompt_tokens + sampling_params.min_tokens
         self.max_total_tokens = 0  # set when it is added: prompt + max_tokens, at most max_model_len
         self.status = RequestStatus.WAITING
         self.finished = False

@@ -32,7 +32,7 @@ def next_token(context: int, seed: int) -> int:
 
 def params(**fields: Any) -> Any:
     """Sampling parameters, as far as the scheduler looks at them."""
-    defaults = {"max_tokens": 16, "min_tokens": 0, "ignore_eos": False, "stop_token_ids": []}
+    defaults = {"max_tokens": 16, "min_tokens": 0, "ignore_eos": False, "stop_token_ids": [], "stop": None}
     return SimpleNamespace(**(defaults | fields))
 
 
