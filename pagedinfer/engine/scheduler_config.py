@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-BLOCK_SIZES = (8, 16, 32, 64)
-
 
 @dataclass(frozen=True, kw_only=True)
 class SchedulerConfig:
