@@ -78,6 +78,7 @@ class LLM:
         TypeError: an unknown parameter; the message suggests the nearest known one.
         ValueError: a parameter out of its range, or a model that cannot be loaded; the message says what
             would be right.
+        WeightsError: the checkpoint's tensors are not the model's; the message names them.
         DeviceError: no GPU can be used and device="cuda"; the message says why.
         OutOfMemoryError: weights or KV cache do not fit; the message says what was wanted, what there is,
             and what would fit.

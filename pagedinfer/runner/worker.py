@@ -36,8 +36,14 @@ _CAPTURE_SECONDS = 3.0  # at the start; graphs that are left are captured when t
 class Worker:
     """Loads a model onto a device, gives it as much KV cache as fits, and executes batches.
 
+    Args:
+        config: what the engine is made with.
+        model_config: of the model.
+        num_tokens: token ids from here on are never drawn; by default all of the vocabulary may be.
+
     Raises:
         ValueError: a max_model_len beyond the model's.
+        WeightsError: as `load_weights`.
         DeviceError: a device that cannot be used.
         OutOfMemoryError: the weights, the KV cache or the swap space do not fit.
     """
@@ -72,13 +78,13 @@ class Worker:
         self.num_cpu_blocks = self._swap_space() // self._shape.block_bytes
         self._runner = self._make_runner(self.num_blocks, self.num_cpu_blocks, self.max_model_len)
         self._capture_graphs()
-        num_tokens = self.num_blocks * config.block_size
+        num_kv_tokens = self.num_blocks * config.block_size
         logger.info(
             "KV cache: %s tokens (%s blocks, %s); %.1f requests of %s tokens at once",
-            f"{num_tokens:,}",
+            f"{num_kv_tokens:,}",
             f"{self.num_blocks:,}",
             describe_bytes(self.num_blocks * self._shape.block_bytes),
-            num_tokens / self.max_model_len,
+            num_kv_tokens / self.max_model_len,
             f"{self.max_model_len:,}",
         )
 
