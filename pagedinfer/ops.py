@@ -10,8 +10,8 @@ The words used for shapes:
     num_tokens    tokens in the batch, over all sequences (padding included)
     num_seqs      sequences in the batch (padding included)
     kv_cache      one layer's cache, a view [num_blocks, 2, num_kv_heads, block_size, head_dim] of the whole
-                  cache [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]; index 0 of the
-                  third-last-but-two dimension is K, index 1 is V; within a block the view is dense
+                  cache [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]; in dimension 1,
+                  index 0 is K and 1 is V; within a block the view is dense
     slot mapping  for each token, block id * block_size + offset in the block; -1 is padding
 
 `dtype` is float32, float16 or bfloat16, one for all floating-point tensors of a call unless said

@@ -4,9 +4,8 @@
 //   for Q [128 x D] a tile of packed rows, over tiles of N keys, the last first:
 //     S = Q K^T;  m' = max(m, rowmax S);  P = 2^(S - m');  l = l 2^(m - m') + rowsum P
 //     O = O 2^(m - m') + P V
-//   out = O / l                     (FlashAttention, Dao et al. 2022; the pipeline:
-//   FlashAttention-3,
-//                                    Shah et al. 2024)
+//   out = O / l
+//   (FlashAttention, Dao et al. 2022; the pipeline: FlashAttention-3, Shah et al. 2024)
 //
 //   tensor        shape                                          dtype    strides (elements)
 //   query         [num_tokens, num_heads, D]                     T        free, free, 1

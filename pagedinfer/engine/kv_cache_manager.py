@@ -80,7 +80,8 @@ class KVCacheManager:
     def find_prefix(self, request: Request) -> Prefix:
         """The known blocks that a waiting request begins with; at least one token is left over.
 
-        None for a request that holds KV of its own: one that is swapped out, or a fork.
+        An empty prefix without prefix caching, for a request that skips reading it, and for one that holds
+        KV of its own: one that is swapped out, or a fork.
         """
         if (
             not self._caching
