@@ -50,7 +50,7 @@ class LLMEngine:
         self.default_sampling_params = default_sampling_params(
             config.generation_config, self.model_config.generation
         )
-        self.worker = Worker(config, self.model_config, num_tokens=num_known_tokens(self.tokenizer))
+        self.worker = Worker(config, self.model_config, num_known_tokens=num_known_tokens(self.tokenizer))
         self.scheduler = Scheduler(
             SchedulerConfig(
                 max_num_seqs=self.worker.max_num_seqs,

@@ -44,7 +44,7 @@ class ModelRunner:
     those with a request that changes its logits or asks for more than tokens, and all if there are no sizes,
     are run as they are.
 
-    `num_tokens`: token ids from here on are never drawn; by default all of the model's vocabulary may be.
+    `num_known_tokens`: token ids from here on are never drawn; by default all may be.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class ModelRunner:
         max_model_len: int,
         device: torch.device,
         decode_sizes: Sequence[int] = (),
-        num_tokens: int | None = None,
+        num_known_tokens: int | None = None,
         processed_logprobs: bool = False,
     ) -> None:
         self._model = model
@@ -71,16 +71,18 @@ class ModelRunner:
             block_size=cache.shape.block_size,
             device=device,
         )
-        num_tokens = min(config.vocab_size, num_tokens or config.vocab_size)
+        num_known_tokens = min(config.vocab_size, num_known_tokens or config.vocab_size)
         self._sampler = Sampler(
             max_num_seqs=max_num_seqs,
             vocab_size=config.vocab_size,
-            num_tokens=num_tokens,
+            num_known_tokens=num_known_tokens,
             device=device,
             processed_logprobs=processed_logprobs,
         )
-        self._prompt_rater = PromptRater(num_tokens, device)
-        self._top_logprobs = TopLogprobs(max_num_seqs=max_num_seqs, vocab_size=num_tokens, device=device)
+        self._prompt_rater = PromptRater(num_known_tokens, device)
+        self._top_logprobs = TopLogprobs(
+            max_num_seqs=max_num_seqs, vocab_size=num_known_tokens, device=device
+        )
         self._graphs = DecodeGraphs(decode_sizes, device)
 
     @torch.inference_mode()

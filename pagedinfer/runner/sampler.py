@@ -29,7 +29,7 @@ class Sampler:
     Args:
         max_num_seqs: number of slots.
         vocab_size: of the model.
-        num_tokens: token ids from here on are never drawn: they are the model's alone, not the tokenizer's.
+        num_known_tokens: token ids from here on are never drawn: the tokenizer does not know them.
         processed_logprobs: rate tokens by the distribution that they are drawn from, not by the model's,
             for requests that ask for log-probabilities.
         device: where.
@@ -40,11 +40,11 @@ class Sampler:
         *,
         max_num_seqs: int,
         vocab_size: int,
-        num_tokens: int,
+        num_known_tokens: int,
         device: torch.device,
         processed_logprobs: bool = False,
     ) -> None:
-        self._num_tokens = num_tokens
+        self._num_known_tokens = num_known_tokens
         self._device = device
         self._host = np.zeros(_BYTES * max_num_seqs, np.uint8)
 
@@ -155,12 +155,12 @@ class Sampler:
         if rated:
             (rows,) = upload([np.array(rated, np.int64)], self._device)
             rated_slots = slots[rows].long()
-            changed = changed_logits(drawn_from[rows, : self._num_tokens], rated_slots, changes)
+            changed = changed_logits(drawn_from[rows, : self._num_known_tokens], rated_slots, changes)
         ops.sample_tokens(
             drawn_from,
             slots,
             positions=positions,
-            vocab_size=self._num_tokens,
+            vocab_size=self._num_known_tokens,
             token_ids=out.token_ids,
             logprobs=out.logprobs,
             changes=changes,
@@ -168,7 +168,7 @@ class Sampler:
         )
         self._history.note(requests, out.token_ids)
         if processed:
-            raw = ops.top_logprobs(logits, out.token_ids, 0, vocab_size=self._num_tokens)
+            raw = ops.top_logprobs(logits, out.token_ids, 0, vocab_size=self._num_known_tokens)
             out.logprobs.copy_(raw.logprobs)
         if not rated:
             return logits
@@ -177,7 +177,7 @@ class Sampler:
         changed = filtered_logits(changed, rated_slots, token_ids, **filters)
         out.logprobs[rows] = ops.top_logprobs(changed, token_ids, 0).logprobs
         by_row = logits.float().clone()
-        by_row[rows, : self._num_tokens] = changed
+        by_row[rows, : self._num_known_tokens] = changed
         return by_row
 
     def _process(
@@ -191,13 +191,13 @@ class Sampler:
         for row, params in processed:
             slot = requests[row].slot
             output = self._history.output(slot).copy()
-            values = changed[row, : self._num_tokens].clone()
+            values = changed[row, : self._num_known_tokens].clone()
             for processor in params.logits_processors or ():
                 if _num_arguments(processor) >= 3:
                     values = processor(self._history.prompt(slot).copy(), output, values)
                 else:
                     values = processor(output, values)
-            changed[row, : self._num_tokens] = values
+            changed[row, : self._num_known_tokens] = values
         return changed
 
 

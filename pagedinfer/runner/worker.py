@@ -39,7 +39,7 @@ class Worker:
     Args:
         config: what the engine is made with.
         model_config: of the model.
-        num_tokens: token ids from here on are never drawn; by default all of the vocabulary may be.
+        num_known_tokens: token ids from here on are never drawn; by default all of the vocabulary may be.
 
     Raises:
         ValueError: a max_model_len beyond the model's.
@@ -49,9 +49,9 @@ class Worker:
     """
 
     def __init__(
-        self, config: EngineConfig, model_config: ModelConfig, *, num_tokens: int | None = None
+        self, config: EngineConfig, model_config: ModelConfig, *, num_known_tokens: int | None = None
     ) -> None:
-        self._num_tokens = num_tokens
+        self._num_known_tokens = num_known_tokens
         self.device = resolve_device(config.device)
         self.dtype = resolve_dtype(config.dtype, model_config.dtype, self.device)
         self._config = config
@@ -183,7 +183,7 @@ class Worker:
             cache,
             max_num_seqs=self.max_num_seqs,
             max_model_len=max_model_len,
-            num_tokens=self._num_tokens,
+            num_known_tokens=self._num_known_tokens,
             processed_logprobs=self._config.logprobs_mode == "processed_logprobs",
             device=self.device,
             decode_sizes=self._decode_sizes(),
