@@ -98,7 +98,8 @@ struct Row {
     return __ldg(vectors + vector);
   }
 
-  // The same of the row's first or last vector, column by column: not a byte outside the row is read.
+  // The same of the row's first or last vector, column by column: not a byte outside the row is
+  // read.
   __device__ uint4 load_end(int vector) const {
     using Bits = std::conditional_t<sizeof(T) == 4, uint32_t, uint16_t>;
     const auto* row = reinterpret_cast<const Bits*>(vectors) + skipped;
