@@ -12,10 +12,12 @@ import os
 import subprocess
 import sys
 import tempfile
+import tomllib
 from pathlib import Path
 
 from kernel_build.errors import BuildError, say
 from kernel_build.torch_install import TorchInstall, find_torch
+from requirements import requirements
 
 SOURCE = Path(__file__).resolve().parent.parent
 DIST = SOURCE / "dist"
@@ -61,9 +63,13 @@ def build_and_try(python: str, version: str, torch: TorchInstall, scratch: Path)
     wheel = wheel.replace(DIST / wheel.name)
     subprocess.run([*pip, "install", "-q", "--no-deps", str(wheel)], check=True)
     if version == OWN_VERSION:
-        # Lends this environment's torch, instead of installing it a second time.
+        # Lends this environment's torch and the rest, instead of installing them a second time.
         site_packages = venv / f"lib/python{version}/site-packages"
         (site_packages / "lent.pth").write_text(f"{torch.directory.parent}\n")
+    else:
+        with open(SOURCE / "pyproject.toml", "rb") as file:
+            others = requirements(tomllib.load(file), ["runtime"])
+        subprocess.run([*pip, "install", "-q", *others], check=True)
     smoke_test = [str(venv / "bin/python"), "-I", str(SOURCE / "scripts/wheel_smoke_test.py")]
     result = subprocess.run(
         [*smoke_test, str(torch.directory)], cwd=scratch, stdout=subprocess.PIPE, text=True, check=True
