@@ -47,7 +47,7 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     """Subtracted as often as the token was generated; [-2, 2]."""
     repetition_penalty: float = 1.0
-    """Divides positive logits, multiplies negative ones, of tokens in prompt or output; > 0, 1: off."""
+    """Divides positive logits, multiplies negative ones, of prompt and output tokens; [1e-6, 1e6], 1: off."""
     temperature: float = 1.0
     """[0, 2]; below 1e-5: greedy, the most likely token, ties to the lowest id."""
     top_p: float = 1.0
@@ -98,7 +98,7 @@ class SamplingParams:
     def __post_init__(self) -> None:
         for name in ("presence_penalty", "frequency_penalty"):
             self._set(name, _real(name, getattr(self, name), -2.0, 2.0))
-        self._set("repetition_penalty", _positive("repetition_penalty", self.repetition_penalty))
+        self._set("repetition_penalty", _real("repetition_penalty", self.repetition_penalty, 1e-6, 1e6))
         self._set("temperature", _real("temperature", self.temperature, 0.0, 2.0))
         self._set("top_p", _real("top_p", self.top_p, 0.0, 1.0, low_open=True))
         self._set("min_p", _real("min_p", self.min_p, 0.0, 1.0))
@@ -203,18 +203,13 @@ def _real(name: str, value: object, low: float, high: float, *, low_open: bool =
     expected = f"a number in {'(' if low_open else '['}{low:g}, {high:g}]"
     if not isinstance(value, numbers.Real) or isinstance(value, bool):
         raise ValueError(f"{name} must be {expected}, got {value!r}")
-    number = float(value)
-    if not low <= number <= high or (low_open and number == low):  # NaN fails the comparison
-        raise ValueError(f"{name} must be {expected}, got {number}")
-    return number
-
-
-def _positive(name: str, value: object) -> float:
-    if isinstance(value, numbers.Real) and not isinstance(value, bool):
+    try:
         number = float(value)
-        if math.isfinite(number) and number > 0:
-            return number
-    raise ValueError(f"{name} must be a finite number > 0, got {value!r}")
+    except OverflowError:  # an integer too large for a float
+        number = math.inf
+    if not low <= number <= high or (low_open and number == low):  # NaN fails the comparison
+        raise ValueError(f"{name} must be {expected}, got {value}")
+    return number
 
 
 def _strings(name: str, values: Sequence[str] | None) -> tuple[str, ...]:
@@ -241,7 +236,8 @@ def _logit_bias(bias: Mapping[int, float]) -> dict[int, float]:
             token_id = _integer("logit_bias", int(key) if isinstance(key, str) else key, 0)
         except ValueError:
             raise ValueError(f"logit_bias must have token ids as keys, got {key!r}") from None
-        if not isinstance(value, numbers.Real) or isinstance(value, bool) or math.isnan(value):
+        is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+        if not is_number or not -math.inf <= value <= math.inf:  # NaN fails the comparison
             raise ValueError(f"logit_bias must have numbers as values, got {value!r} for token {token_id}")
-        clamped[token_id] = max(-MAX_LOGIT_BIAS, min(MAX_LOGIT_BIAS, float(value)))
+        clamped[token_id] = float(max(-MAX_LOGIT_BIAS, min(MAX_LOGIT_BIAS, value)))
     return clamped

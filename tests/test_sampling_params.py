@@ -36,10 +36,12 @@ def test_defaults_are_vllms() -> None:
                 "top_p",
                 "min_p",
             )
-            for value in (NAN, INF, -INF, "1", None, True, [1.0])
+            for value in (NAN, INF, -INF, 10**400, "1", None, True, [1.0])
         ],
         ("repetition_penalty", 0),
         ("repetition_penalty", -1),
+        ("repetition_penalty", 1e-40),  # logits divided by it would be infinite
+        ("repetition_penalty", 1e7),
         ("temperature", -0.1),
         ("temperature", 2.1),
         ("top_p", 0),
@@ -135,14 +137,14 @@ def test_forms_are_normalised() -> None:
     params = SamplingParams(
         stop="end",
         stop_token_ids=[1, np.int64(2)],
-        logit_bias={"7": 500, 8: -INF},
+        logit_bias={"7": 500, 8: -INF, 9: 10**400},
         seed=-1,
         n=3,
         temperature=0,
     )
     assert params.stop_strings == ("end",)
     assert params.stop_token_ids == (1, 2)
-    assert params.logit_bias == {7: 100.0, 8: -100.0}
+    assert params.logit_bias == {7: 100.0, 8: -100.0, 9: 100.0}
     assert params.seed is None
     assert params.n == 3
     assert SamplingParams(stop=["a", "b"]).stop_strings == ("a", "b")
