@@ -138,7 +138,10 @@ class SamplingParams:
                 raise ValueError("allowed_token_ids must name at least one token, got none")
         if self.logit_bias is not None:
             self._set("logit_bias", _logit_bias(self.logit_bias))
-        for processor in self.logits_processors or ():
+        processors = self.logits_processors
+        if processors is not None and not isinstance(processors, Sequence):
+            raise ValueError(f"logits_processors must be a list of callables, got {processors!r}")
+        for processor in processors or ():
             if not callable(processor):
                 raise ValueError(f"logits_processors must be callables, got {processor!r}")
         self._check_together()

@@ -84,6 +84,7 @@ def test_defaults_are_vllms() -> None:
         ("logit_bias", {1: "2"}),
         ("logit_bias", [1]),
         ("logits_processors", [1]),
+        ("logits_processors", len),
         ("truncate_prompt_tokens", 0),
         ("truncate_prompt_tokens", -2),
         ("ignore_eos", 1),
