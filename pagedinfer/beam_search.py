@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 from typing import Literal
 
 from pagedinfer.outputs import FinishReason, RequestMetrics
 
 MAX_BEAM_WIDTH = 64
+MAX_LENGTH_PENALTY = 32  # of a text of 2**31 tokens still within the range of a float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +33,7 @@ class BeamSearchParams:
     temperature: float = 0.0
     """Nothing is drawn: only 0 is allowed."""
     length_penalty: float = 1.0
-    """Above 0 favours long texts, below 0 short ones."""
+    """Above 0 favours long texts, below 0 short ones; [-32, 32]."""
     include_stop_str_in_output: bool = False
     """Keep the EOS token at the end of a sequence's tokens and text."""
     early_stopping: bool | Literal["never"] = False
@@ -53,8 +53,12 @@ class BeamSearchParams:
         if self.temperature != 0.0:
             raise ValueError(f"temperature must be 0: beam search draws nothing, got {self.temperature!r}")
         penalty = self.length_penalty
-        if isinstance(penalty, bool) or not isinstance(penalty, int | float) or not math.isfinite(penalty):
-            raise ValueError(f"length_penalty must be a finite number, got {penalty!r}")
+        is_number = isinstance(penalty, int | float) and not isinstance(penalty, bool)
+        if not is_number or not abs(penalty) <= MAX_LENGTH_PENALTY:  # NaN fails the comparison
+            raise ValueError(
+                f"length_penalty must be a number in [-{MAX_LENGTH_PENALTY}, {MAX_LENGTH_PENALTY}], "
+                f"got {penalty!r}"
+            )
         if self.early_stopping not in (True, False, "never"):
             raise ValueError(f'early_stopping must be True, False or "never", got {self.early_stopping!r}')
 

@@ -235,7 +235,9 @@ def test_what_cannot_be(tiny_llama: TinyModel) -> None:
         ({"beam_width": 0}, "beam_width must be an integer in \\[1, 64\\], got 0"),
         ({"max_tokens": 0}, "max_tokens must be an integer >= 1, got 0"),
         ({"temperature": 0.5}, "temperature must be 0"),
-        ({"length_penalty": float("nan")}, "length_penalty must be a finite number"),
+        ({"length_penalty": float("nan")}, r"length_penalty must be a number in \[-32, 32\], got nan"),
+        ({"length_penalty": 1e308}, "got 1e\\+308"),  # would fail once tokens ** length_penalty is taken
+        ({"length_penalty": -(10**400)}, "got -1000"),
         ({"early_stopping": "always"}, "early_stopping must be True, False"),
         ({"ignore_eos": 1}, "ignore_eos must be True or False, got 1"),
     ):
