@@ -215,6 +215,8 @@ class LLM:
             KeyboardInterrupt: as in `generate`.
         """
         engine = self.llm_engine
+        if not isinstance(params, BeamSearchParams):
+            raise ValueError(f"params must be BeamSearchParams, got {params!r}")
         processed = engine.input_processor.process_all(prompts)
 
         def add(request_id: str, index: int) -> None:

@@ -246,6 +246,8 @@ def test_what_cannot_be(tiny_llama: TinyModel) -> None:
     with LLM(tiny_llama.path, **OPTIONS | {"max_num_seqs": 2}) as llm:
         with pytest.raises(ValueError, match="beam_width must be at most max_num_seqs=2, got 3"):
             llm.beam_search("Hello", BeamSearchParams(beam_width=3, max_tokens=5))
+        with pytest.raises(ValueError, match="params must be BeamSearchParams, got SamplingParams"):
+            llm.beam_search("Hello", SamplingParams())  # type: ignore[arg-type]
         long, short = llm.beam_search(
             ids([[5] * 512, [5] * 510]), BeamSearchParams(beam_width=2, max_tokens=5)
         )
