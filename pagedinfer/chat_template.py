@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pagedinfer.engine.input_processor import check_unicode
+
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
@@ -87,6 +89,7 @@ class ChatTemplate:
         The tokenizer adds no special tokens: a BOS is there exactly if the template puts it there.
         """
         text = self.render(messages, **options)
+        check_unicode("the chat's prompt", text)
         token_ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
         return text, token_ids
 

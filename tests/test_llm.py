@@ -130,7 +130,19 @@ def test_all_forms_of_a_prompt_give_the_same(llm: LLM) -> None:
 
 @pytest.mark.parametrize(
     "prompts",
-    ["", [""], [[]], ["a", ""], {"prompt_token_ids": []}, [[320]], [[-1]], [[2**63]], ["a", 7], None],
+    [
+        "",
+        [""],
+        [[]],
+        ["a", ""],
+        ["a", "\ud800"],
+        {"prompt_token_ids": []},
+        [[320]],
+        [[-1]],
+        [[2**63]],
+        ["a", 7],
+        None,
+    ],
 )
 def test_a_malformed_prompt_stops_the_call_before_anything_runs(
     llm: LLM, prompts: Any, monkeypatch: pytest.MonkeyPatch

@@ -90,6 +90,7 @@ class InputProcessor:
         sequences: dict[tuple[int, ...], None] = {}
         for word in words:
             for text in (word, " " + word.lstrip()):
+                check_unicode("bad_words", text)
                 token_ids = tuple(self._tokenizer.encode(text, add_special_tokens=False))
                 if not token_ids:
                     raise ValueError(f"bad_words must hold texts that have tokens, got {word!r}")
@@ -120,6 +121,7 @@ class InputProcessor:
                 "a prompt given as text needs a tokenizer: give {'prompt_token_ids': [...]}, or do without "
                 "skip_tokenizer_init"
             )
+        check_unicode("the prompt", text)
         token_ids: list[int] = self._tokenizer.encode(text)
         if not token_ids:
             raise ValueError("the prompt is empty: it must have at least one token")
@@ -141,6 +143,17 @@ class InputProcessor:
                 f"{_short(wrong[0])}"
             )
         return [int(x) for x in token_ids]
+
+
+def check_unicode(name: str, text: str) -> None:
+    """Raises ValueError if a text has half a surrogate pair, which is no character: no tokenizer takes it."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"{name} must be Unicode text, got {text[error.start]!a}, half a surrogate pair, at position "
+            f"{error.start}"
+        ) from None
 
 
 def num_known_tokens(tokenizer: PreTrainedTokenizerBase | None) -> int | None:

@@ -45,6 +45,7 @@ def test_forms_of_a_prompt(processor: InputProcessor, prompt: Any, text: str, to
     ("prompt", "message"),
     [
         ("", "empty"),
+        ("a\ud83db", r"must be Unicode text, got '\\ud83d', half a surrogate pair, at position 1"),
         ({"prompt": ""}, "empty"),
         ([], "empty"),
         ({"prompt_token_ids": []}, "empty"),
