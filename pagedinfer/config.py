@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import sys
 from collections.abc import Collection
 from dataclasses import dataclass, fields
 from typing import Any, Literal
@@ -72,7 +73,7 @@ class EngineConfig:
         ):
             if getattr(self, name) is not None:
                 _check_int(name, getattr(self, name), 1, unit=unit)
-        if self.block_size not in BLOCK_SIZES or isinstance(self.block_size, bool):
+        if not isinstance(self.block_size, int) or self.block_size not in BLOCK_SIZES:
             sizes = ", ".join(map(str, BLOCK_SIZES))
             raise ValueError(f"block_size must be one of {sizes} tokens, got {self.block_size!r}")
         _check_int("long_prefill_token_threshold", self.long_prefill_token_threshold, 0, unit="tokens")
@@ -117,7 +118,8 @@ def _check_int(name: str, value: Any, low: int, high: int | None = None, *, unit
 def _check_float(
     name: str, value: Any, low: float, high: float, *, above_low: bool = False, unit: str = ""
 ) -> None:
-    right = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    right = isinstance(value, int | float) and not isinstance(value, bool)
+    right = right and abs(value) <= sys.float_info.max  # neither NaN nor too large an integer
     if not right or not low <= value <= high or (above_low and value == low):
         where = (
             f"of at least {low:g}"

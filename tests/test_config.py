@@ -38,6 +38,7 @@ def test_defaults_are_valid() -> None:
         ("num_gpu_blocks_override", 0),
         ("block_size", 12),
         ("block_size", 1),
+        ("block_size", 16.0),
         ("max_model_len", 0),
         ("max_num_seqs", -3),
         ("max_num_batched_tokens", 0),
@@ -47,6 +48,7 @@ def test_defaults_are_valid() -> None:
         ("enforce_eager", 1),
         ("swap_space", -1.0),
         ("swap_space", float("inf")),
+        ("swap_space", 10**400),
     ],
 )
 def test_a_wrong_value_is_named_with_what_would_be_right(name: str, value: Any) -> None:
