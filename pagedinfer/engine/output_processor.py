@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _NOT_SAMPLED = (
-    "no token could be sampled: the model's logits held NaN or infinities; the weights or the dtype's range "
-    "may be at fault"
+    "no token could be sampled: the model's logits held NaN or infinities (the weights or the dtype's range "
+    "may be at fault), or the request's parameters leave no token to draw"
 )
 
 
