@@ -197,6 +197,12 @@ class Sampler:
                     values = processor(self._history.prompt(slot).copy(), output, values)
                 else:
                     values = processor(output, values)
+            if not isinstance(values, Tensor) or values.shape != (self._num_known_tokens,):
+                got = list(values.shape) if isinstance(values, Tensor) else type(values).__name__
+                raise ValueError(
+                    f"a logits processor must return the row of logits, a tensor of shape "
+                    f"[{self._num_known_tokens}], got {got}"
+                )
             changed[row, : self._num_known_tokens] = values
         return changed
 

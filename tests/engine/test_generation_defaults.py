@@ -130,3 +130,14 @@ def test_what_a_logits_processor_raises_is_raised(tiny_llama: TinyModel) -> None
         with pytest.raises(ArithmeticError, match="mine"):
             llm.generate("Hello", SamplingParams(logits_processors=[broken]), use_tqdm=False)
         assert len(llm.generate("Hello", use_tqdm=False)[0].outputs[0].token_ids) > 0
+
+
+@pytest.mark.parametrize(
+    ("returned", "got"), [(None, "NoneType"), (torch.zeros(3), r"\[3\]"), (torch.tensor(1.0), r"\[\]")]
+)
+def test_a_logits_processor_must_return_the_row(returned: Any, got: str, tiny_llama: TinyModel) -> None:
+    params = SamplingParams(logits_processors=[lambda output, row: returned])
+    with LLM(tiny_llama.path, **OPTIONS) as llm:
+        with pytest.raises(ValueError, match=rf"must return the row of logits.*\[320\], got {got}$"):
+            llm.generate("Hello", params, use_tqdm=False)
+        assert len(llm.generate("Hello", use_tqdm=False)[0].outputs[0].token_ids) > 0
