@@ -118,7 +118,7 @@ class ModelConfig:
             tie_word_embeddings=bool(options.get("tie_word_embeddings", False)),
             layer_windows=tuple(family.window(options, layer) for layer in range(num_layers)),
             bos_token_id=generation.get("bos_token_id", options.get("bos_token_id")),
-            eos_token_ids=_token_ids(options.get("eos_token_id") if eos is None else eos),
+            eos_token_ids=_eos_token_ids(options.get("eos_token_id") if eos is None else eos),
             generation=generation,
             options=options,
         )
@@ -178,7 +178,10 @@ def _dtype(options: Mapping[str, Any]) -> str | None:
     return name
 
 
-def _token_ids(value: int | list[int] | None) -> tuple[int, ...]:
+def _eos_token_ids(value: Any) -> tuple[int, ...]:
     if value is None:
         return ()
-    return (value,) if isinstance(value, int) else tuple(value)
+    ids = value if isinstance(value, list) else [value]
+    if not all(isinstance(each, int) and not isinstance(each, bool) for each in ids):
+        raise ValueError(f"eos_token_id must be a token id or a list of them, got {value!r}")
+    return tuple(ids)

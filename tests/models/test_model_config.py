@@ -82,6 +82,9 @@ def test_eos_of_the_generation_config_wins() -> None:
     assert config.eos_token_ids == (128001, 128009)
     assert config.generation["temperature"] == 0.6
     assert ModelConfig.from_dict(LLAMA_3_8B, {"temperature": 1.0}).eos_token_ids == (128001,)
+    for wrong in ("2", [2, "</s>"], True, 2.0):  # a text that no token ends would go on to max_tokens
+        with pytest.raises(ValueError, match="eos_token_id must be a token id or a list of them"):
+            ModelConfig.from_dict(LLAMA_3_8B, {"eos_token_id": wrong})
 
 
 def test_stretched_rope_lengthens_the_context() -> None:
