@@ -219,7 +219,7 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
 
     try:
         return AutoTokenizer.from_pretrained(path, local_files_only=True)
-    except (OSError, ValueError) as error:
+    except Exception as error:  # transformers reads config.json too, and may raise anything
         reason = str(error).partition("\n")[0]
         raise ValueError(
             f"no tokenizer can be loaded from {path!r}: {reason}; name its folder with `tokenizer`, or set "

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Iterator
 from typing import Any
 
@@ -194,6 +196,15 @@ def test_a_closed_engine_says_so(tiny_llama: TinyModel) -> None:
 def test_a_tokenizer_that_is_not_there(tiny_llama: TinyModel, tmp_path: Any) -> None:
     with pytest.raises(ValueError, match=r"no tokenizer can be loaded from .*skip_tokenizer_init"):
         make_engine(tiny_llama.path, tokenizer=str(tmp_path))
+
+
+def test_a_tokenizer_whose_config_transformers_refuses(tiny_llama: TinyModel, tmp_path: Any) -> None:
+    """Its error for a field of the wrong type is no ValueError."""
+    shutil.copytree(tiny_llama.path, tmp_path, dirs_exist_ok=True)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"pad_token_id": "zero"}))
+    with pytest.raises(ValueError, match=r"no tokenizer can be loaded from .*'pad_token_id'"):
+        make_engine(str(tmp_path))
 
 
 # ---- several choices of one prompt -----------------------------------------------------------------
