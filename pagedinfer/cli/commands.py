@@ -1,0 +1,26 @@
+"""The commands of the command line. A command's module is imported when it is called, and not before.
+
+Each module has two functions:
+
+    def add_arguments(parser: Parser) -> None    # its flags; imports nothing heavy
+    def run(arguments: argparse.Namespace) -> int    # does it, and returns the exit code
+
+What a user reads as help is the module's docstring.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Command(NamedTuple):
+    """Where a command is, and what it does in one line."""
+
+    module: str
+    summary: str
+
+
+COMMANDS = {
+    "collect-env": Command("collect_env", "print what a bug report needs: versions, devices, build"),
+}
+"""By name, in the order in which the help lists them; modules are of `pagedinfer.cli`."""
