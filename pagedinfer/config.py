@@ -46,6 +46,7 @@ class EngineConfig:
     preemption_mode: Literal["auto", "swap", "recompute"] = "auto"
     swap_space: float | None = None  # GiB of CPU memory
     enforce_eager: bool = False
+    async_scheduling: bool | None = None  # None: with a GPU
     max_logprobs: int = 20  # -1: no limit
     logprobs_mode: Literal["raw_logprobs", "processed_logprobs"] = "raw_logprobs"
     generation_config: str = "auto"  # "auto", "vllm" or a folder
@@ -57,6 +58,8 @@ class EngineConfig:
             _check_path("tokenizer", self.tokenizer)
         for name in ("skip_tokenizer_init", "enable_prefix_caching", "enforce_eager"):
             _check_bool(name, getattr(self, name))
+        if self.async_scheduling is not None:
+            _check_bool("async_scheduling", self.async_scheduling)
         _check_choice("dtype", self.dtype, ("auto", *DTYPES))
         _check_choice("load_format", self.load_format, ("auto", "safetensors", "dummy"))
         _check_choice("device", self.device, ("auto", "cuda", "cpu"))

@@ -67,6 +67,9 @@ class LLM:
         swap_space: GiB of CPU memory to swap to. By default 4 with a GPU, 0 without.
         enforce_eager: on a GPU, launch every step kernel by kernel, instead of replaying CUDA graphs for
             steps of decodes alone. It saves the time and memory of capturing; small batches are slower.
+        async_scheduling: schedule and launch a step while the device computes the one before, so that it
+            never waits for the host. By default on with a GPU; a CPU computes in the thread that schedules,
+            and would gain nothing. The outputs are the same.
         max_logprobs: the most log-probabilities that a request may ask for at a position; -1: no limit.
         logprobs_mode: what `logprobs` are of: "raw_logprobs", the model's distribution, or
             "processed_logprobs", what is drawn from, after penalties, temperature and filters. Those of
@@ -107,6 +110,7 @@ class LLM:
         preemption_mode: Literal["auto", "swap", "recompute"] = "auto",
         swap_space: float | None = None,
         enforce_eager: bool = False,
+        async_scheduling: bool | None = None,
         max_logprobs: int = 20,
         logprobs_mode: Literal["raw_logprobs", "processed_logprobs"] = "raw_logprobs",
         generation_config: str = "auto",
@@ -135,6 +139,7 @@ class LLM:
             preemption_mode=preemption_mode,
             swap_space=swap_space,
             enforce_eager=enforce_eager,
+            async_scheduling=async_scheduling,
             max_logprobs=max_logprobs,
             logprobs_mode=logprobs_mode,
             generation_config=generation_config,

@@ -155,6 +155,7 @@ class BeamSearch:
             cache_salt=self._prompt.cache_salt,
             output_token_ids=generated,
             num_logprobs=self._hypotheses.num_candidates,
+            needs_known_tokens=True,  # most steps decide which beams go on
         )
 
     def _sampling_params(self, max_tokens: int) -> SamplingParams:

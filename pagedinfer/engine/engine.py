@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import TYPE_CHECKING
 
 from pagedinfer.beam_search import BeamSearchParams
@@ -17,6 +16,7 @@ from pagedinfer.engine.input_processor import (
     num_known_tokens,
     truncate,
 )
+from pagedinfer.engine.launched_steps import LaunchedSteps
 from pagedinfer.engine.output_processor import OutputProcessor
 from pagedinfer.engine.request import Request
 from pagedinfer.engine.scheduler import Scheduler, SchedulerConfig
@@ -70,6 +70,11 @@ class LLMEngine:
         self._outputs = OutputProcessor(self.tokenizer)
         self._eos_token_ids = frozenset(self.model_config.eos_token_ids)
         self._beam_searches = BeamSearches(self.scheduler, self._eos_token_ids)
+        overlap = config.async_scheduling
+        if overlap is None:
+            overlap = self.worker.device.type == "cuda"
+        self._launched = LaunchedSteps()
+        self._max_launched = 2 if overlap else 1
         self._num_requests = 0
         self._closed = False
 
@@ -115,6 +120,7 @@ class LLMEngine:
                 bad_word_ids=bad_word_ids,
                 num_logprobs=self.model_config.vocab_size if params.logprobs == -1 else params.logprobs,
                 cache_salt=prompt.cache_salt,
+                needs_known_tokens=bool(params.logits_processors),
             )
             for i in range(params.n)
         )
@@ -152,26 +158,46 @@ class LLMEngine:
     def step(self) -> list[RequestOutput]:
         """Runs one step and returns what it gave: an output for each request that got a token or ended.
 
+        With async_scheduling the next step has been launched before this one's results are taken in, and so
+        before it is known which requests they end: what it draws for those is dropped.
+
         If it fails, all requests are dropped, and the engine can be used again.
         """
         self._check_open()
         try:
-            batch = self.scheduler.schedule()
-            if batch.is_empty():
-                return []
-            self._outputs.note_scheduled(self._beam_searches.note_scheduled(batch.admitted))
-            started = time.perf_counter()
-            output = self.worker.execute(batch).result()
-            self._observe_costs(batch, time.perf_counter() - started)
-            updates = self.scheduler.update(batch, output)
-            self._outputs.note_prompts(output.prompts)
-            updates, found = self._beam_searches.process(updates)
-            return self._outputs.process(updates, self.scheduler) + found
+            while len(self._launched) < self._most_launched() and self._launch_step():
+                pass
+            return self._finish_step() if self._launched else []
         except BaseException:
-            self.scheduler.abort_all()
-            self._outputs.clear()
-            self._beam_searches.clear()
+            self._drop_all()
             raise
+
+    def _most_launched(self) -> int:
+        return 1 if self.scheduler.needs_known_tokens else self._max_launched
+
+    def _launch_step(self) -> bool:
+        """Schedules a step and has the device begin it; False if there is nothing that can run now."""
+        batch = self.scheduler.schedule()
+        if batch.is_empty():
+            return False
+        self._outputs.note_scheduled(self._beam_searches.note_scheduled(batch.admitted))
+        self._launched.append(batch, self.worker.execute(batch))
+        return True
+
+    def _finish_step(self) -> list[RequestOutput]:
+        """Takes in what the oldest launched step gives."""
+        batch, output, seconds = self._launched.take_result()
+        self._observe_costs(batch, seconds)
+        updates = self.scheduler.update(batch, output)
+        self._outputs.note_prompts(output.prompts)
+        updates, found = self._beam_searches.process(updates)
+        return self._outputs.process(updates, self.scheduler) + found
+
+    def _drop_all(self) -> None:
+        self._launched.clear()
+        self.scheduler.abort_all()
+        self._outputs.clear()
+        self._beam_searches.clear()
 
     def _observe_costs(self, batch: Batch, seconds: float) -> None:
         """Tells the scheduler what prefilling and swapping take, from which it chooses between them."""
@@ -184,6 +210,7 @@ class LLMEngine:
 
     def abort_request(self, request_id: str) -> RequestOutput | None:
         """Ends a request and frees all it holds; its output so far, None if it is not there (any more)."""
+        self._launched.note_abort(request_id)
         output = self._outputs.abort(request_id, self.scheduler)
         return self._beam_searches.abort(request_id) if output is None else output
 
@@ -199,9 +226,7 @@ class LLMEngine:
         """Drops all requests and gives all memory back. Harmless when repeated."""
         if not self._closed:
             self._closed = True
-            self.scheduler.abort_all()
-            self._outputs.clear()
-            self._beam_searches.clear()
+            self._drop_all()
             self.worker.close()
 
     def _check_open(self) -> None:

@@ -59,6 +59,8 @@ class Request:
         bad_word_ids: `sampling_params.bad_words`, each as tokens.
         num_logprobs: how many of the best tokens each step reports beside the drawn one and its rank;
             None: neither.
+        needs_known_tokens: no step may begin before the host knows all tokens drawn so far: something on the
+            host looks at this request's to say what may be drawn, or whether it goes on at all.
     """
 
     __slots__ = (
@@ -74,6 +76,7 @@ class Request:
         "fork_parent",
         "max_total_tokens",
         "min_total_tokens",
+        "needs_known_tokens",
         "next_cacheable",
         "num_cached_tokens",
         "num_computed_tokens",
@@ -110,6 +113,7 @@ class Request:
         output_token_ids: Sequence[int] = (),
         bad_word_ids: tuple[tuple[int, ...], ...] = (),
         num_logprobs: int | None = None,
+        needs_known_tokens: bool = False,
     ) -> None:
         if not prompt_token_ids:
             raise ValueError(f"request {request_id!r}: the prompt is empty; it needs at least one token")
@@ -123,6 +127,7 @@ class Request:
         self.skip_reading_prefix_cache = skip_reading_prefix_cache
         self.bad_word_ids = bad_word_ids
         self.num_logprobs = num_logprobs
+        self.needs_known_tokens = needs_known_tokens
 
         # Tokens: the prompt and what was generated and is known to the host. Those that a step in
         # flight draws count in num_tokens from the moment that the step is scheduled.

@@ -35,7 +35,8 @@ __all__ = ["RequestUpdate", "Scheduler", "SchedulerConfig"]
 class Scheduler:
     """Holds all unfinished requests; `schedule` and `update` are called once a step, in this order.
 
-    With overlap, step N + 1 may be scheduled before step N is updated; updates come in step order.
+    With overlap, step N + 1 may be scheduled before step N is updated, unless `needs_known_tokens`; updates
+    come in step order.
     """
 
     def __init__(self, config: SchedulerConfig) -> None:
@@ -189,6 +190,11 @@ class Scheduler:
         return self._planner.waiting_reason if self.waiting else None
 
     # ---- one step ----
+
+    @property
+    def needs_known_tokens(self) -> bool:
+        """Whether a running request needs its tokens known: all steps must be updated before the next."""
+        return self.running.num_needing_tokens > 0
 
     def schedule(self) -> Batch:
         """The next step. A request that is preempted for it is not in its batch.

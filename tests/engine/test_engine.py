@@ -31,9 +31,9 @@ def make_engine(path: str, **changes: Any) -> LLMEngine:
     return LLMEngine(EngineConfig(model=path, **options | changes))
 
 
-@pytest.fixture(scope="module")
-def shared_engine(tiny_llama: TinyModel) -> Iterator[LLMEngine]:
-    engine = make_engine(tiny_llama.path)
+@pytest.fixture(scope="module", params=[False, True], ids=["one by one", "overlapped"])
+def shared_engine(tiny_llama: TinyModel, request: pytest.FixtureRequest) -> Iterator[LLMEngine]:
+    engine = make_engine(tiny_llama.path, async_scheduling=request.param)
     yield engine
     engine.close()
 
@@ -173,7 +173,10 @@ def test_logits_that_cannot_be_sampled_end_their_request_alone(
         return logits
 
     monkeypatch.setattr(LlamaForCausalLM, "compute_logits", poison)
-    bad = next(output for output in engine.step() if output.request_id == "bad")
+    outputs: list[RequestOutput] = []
+    while not any(output.request_id == "bad" for output in outputs):
+        outputs = engine.step()
+    bad = next(output for output in outputs if output.request_id == "bad")
     monkeypatch.undo()
     assert (bad.finished, bad.outputs[0].finish_reason, bad.outputs[0].token_ids) == (True, "error", [])
     assert bad.error is not None

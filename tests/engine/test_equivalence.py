@@ -1,8 +1,8 @@
 """Whatever the engine does in between, the same requests get the same tokens (fp32, on the CPU).
 
 Greedy and seeded sampling, and log-probabilities within 1e-4: through chunks, prefix hits, pools so small
-that requests are preempted, swaps, and another order of arrival (vllm#16832, vllm#5349, vllm#19940). Two of
-the requests have four choices.
+that requests are preempted, swaps, steps that overlap, and another order of arrival (vllm#16832, vllm#5349,
+vllm#19940). Two of the requests have four choices.
 """
 
 from __future__ import annotations
@@ -55,7 +55,13 @@ ENGINES: dict[str, dict[str, Any]] = {
     "swap, chunks of 16": SMALL
     | {"preemption_mode": "swap", "swap_space": 0.01, "max_num_batched_tokens": 16},
     "swap, room for two blocks": SMALL | {"preemption_mode": "swap", "swap_space": 2 * 2**15 / 2**30},
+    "overlapped": {"async_scheduling": True},
+    "overlapped, chunks of 1": {"async_scheduling": True, "max_num_batched_tokens": 1},
+    "overlapped, recompute": SMALL | {"async_scheduling": True, "preemption_mode": "recompute"},
+    "overlapped, swap": SMALL | {"async_scheduling": True, "preemption_mode": "swap", "swap_space": 0.01},
     "padded decodes": {},
+    "padded decodes, overlapped, swap": SMALL
+    | {"async_scheduling": True, "preemption_mode": "swap", "swap_space": 0.01},
     "padded decodes, recompute, chunks of 16": SMALL
     | {"preemption_mode": "recompute", "max_num_batched_tokens": 16},
     "padded decodes, swap": SMALL | {"preemption_mode": "swap", "swap_space": 0.01},

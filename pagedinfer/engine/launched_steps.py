@@ -1,0 +1,52 @@
+"""Steps that the device has been given and whose results the host has not taken in yet."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from dataclasses import dataclass, field
+
+from pagedinfer.engine.batch import Batch, StepHandle, StepOutput
+
+
+@dataclass(slots=True, eq=False)
+class _LaunchedStep:
+    batch: Batch
+    handle: StepHandle
+    launched_at: float
+    aborted: list[str] = field(default_factory=list)  # request ids, since the launch
+
+
+class LaunchedSteps:
+    """A queue of steps, the oldest first; the device computes them in this order."""
+
+    def __init__(self) -> None:
+        self._steps: deque[_LaunchedStep] = deque()
+        self._last_result_at = 0.0
+
+    def __len__(self) -> int:
+        return len(self._steps)
+
+    def append(self, batch: Batch, handle: StepHandle) -> None:
+        """A step has just been launched."""
+        self._steps.append(_LaunchedStep(batch, handle, time.perf_counter()))
+
+    def note_abort(self, request_id: str) -> None:
+        """What the steps say of this request is nobody's any more, not even a later one's of its name."""
+        for step in self._steps:
+            step.aborted.append(request_id)
+
+    def take_result(self) -> tuple[Batch, StepOutput, float]:
+        """Waits for the oldest step: its batch, what it gave, and how many seconds the device took."""
+        step = self._steps.popleft()
+        output = step.handle.result()
+        for request_id in step.aborted:
+            output.prompts.pop(request_id, None)
+        now = time.perf_counter()
+        seconds = now - max(step.launched_at, self._last_result_at)
+        self._last_result_at = now
+        return step.batch, output, seconds
+
+    def clear(self) -> None:
+        """Forgets the steps. What the device still does for them, it does before anything launched later."""
+        self._steps.clear()
