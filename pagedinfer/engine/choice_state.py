@@ -62,8 +62,7 @@ class ChoiceState:
     def append(self, update: RequestUpdate) -> bool:
         """Takes in what a step gave. True: a stop string has ended the choice, which was to go on."""
         new_token_ids = update.new_token_ids
-        self.token_ids += new_token_ids
-        self._cumulative_logprob += sum(update.logprobs)
+        self._take(new_token_ids, update.logprobs)
         if update.top is not None and self._logprob_maker is not None:
             self._logprobs.append(self._logprob_maker.make(new_token_ids[0], update.logprobs[0], update.top))
         if self._detokenizer is not None and not self._text_at_end:
@@ -78,6 +77,7 @@ class ChoiceState:
 
     def finish(self, finish_reason: str, stop_reason: int | str | None = None) -> None:
         """Ends the choice and completes its text."""
+        self._take(*self.request.take_unreported())
         self.finish_reason, self.stop_reason = finish_reason, stop_reason
         if self._detokenizer is None or self._stop_strings.found is not None:
             return
@@ -87,6 +87,10 @@ class ChoiceState:
         self._text += self._stop_strings.finish()
         if self._stop_strings.found is not None and finish_reason in ("stop", "length"):
             self.finish_reason, self.stop_reason = "stop", self._stop_strings.found
+
+    def _take(self, token_ids: list[int], logprobs: list[float]) -> None:
+        self.token_ids += token_ids
+        self._cumulative_logprob += sum(logprobs)
 
     def output(self) -> CompletionOutput:
         """What the user gets now."""

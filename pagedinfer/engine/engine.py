@@ -107,6 +107,8 @@ class LLMEngine:
             prompt = self.input_processor.process(prompt)
         prompt = truncate(prompt, params, self.worker.max_model_len)
         bad_word_ids = self.input_processor.bad_word_ids(params.bad_words or ())
+        output_kind = output_kind or params.output_kind
+        final_only = output_kind is RequestOutputKind.FINAL_ONLY
         seed = request_seed(params.seed, self.config.seed, self._num_requests)
         first, *further = (
             Request(
@@ -121,13 +123,14 @@ class LLMEngine:
                 num_logprobs=self.model_config.vocab_size if params.logprobs == -1 else params.logprobs,
                 cache_salt=prompt.cache_salt,
                 needs_known_tokens=bool(params.logits_processors),
+                reports_at_end=final_only and not params.stop_strings and params.logprobs is None,
             )
             for i in range(params.n)
         )
         self.scheduler.add_request(first)
         for choice in further:
             self.scheduler.fork(request_id, choice)
-        self._outputs.add(first, prompt, output_kind or params.output_kind, further)
+        self._outputs.add(first, prompt, output_kind, further)
         self._num_requests += 1
 
     def check_params(self, params: SamplingParams) -> None:

@@ -61,6 +61,8 @@ class Request:
             None: neither.
         needs_known_tokens: no step may begin before the host knows all tokens drawn so far: something on the
             host looks at this request's to say what may be drawn, or whether it goes on at all.
+        reports_at_end: nobody looks at its tokens before it ends. Steps report its first token, and with its
+            end all others.
     """
 
     __slots__ = (
@@ -86,6 +88,7 @@ class Request:
         "num_shared_blocks",
         "num_tokens",
         "priority",
+        "reports_at_end",
         "request_id",
         "sampling_params",
         "seed",
@@ -95,6 +98,7 @@ class Request:
         "stop_reason",
         "stop_set",
         "token_ids",
+        "unreported_logprobs",
         "urgency",
     )
 
@@ -114,6 +118,7 @@ class Request:
         bad_word_ids: tuple[tuple[int, ...], ...] = (),
         num_logprobs: int | None = None,
         needs_known_tokens: bool = False,
+        reports_at_end: bool = False,
     ) -> None:
         if not prompt_token_ids:
             raise ValueError(f"request {request_id!r}: the prompt is empty; it needs at least one token")
@@ -128,12 +133,14 @@ class Request:
         self.bad_word_ids = bad_word_ids
         self.num_logprobs = num_logprobs
         self.needs_known_tokens = needs_known_tokens
+        self.reports_at_end = reports_at_end
 
         # Tokens: the prompt and what was generated and is known to the host. Those that a step in
         # flight draws count in num_tokens from the moment that the step is scheduled.
         self.token_ids: list[int] = [*prompt_token_ids, *output_token_ids]
         self.num_prompt_tokens = len(prompt_token_ids)
         self.num_tokens = len(self.token_ids)
+        self.unreported_logprobs: list[float] = []  # of the last tokens: those that no update has told of
         self.num_computed_tokens = 0  # how many have their KV written (by a step scheduled so far)
 
         # When to stop. A stop token counts from position min_total_tokens on.
@@ -176,6 +183,11 @@ class Request:
     def has_unknown_tokens(self) -> bool:
         """Whether a step in flight has yet to say which token it drew."""
         return self.num_tokens > len(self.token_ids)
+
+    def take_unreported(self) -> tuple[list[int], list[float]]:
+        """The tokens that no update has told of, and their log-probabilities."""
+        logprobs, self.unreported_logprobs = self.unreported_logprobs, []
+        return self.token_ids[len(self.token_ids) - len(logprobs) :], logprobs
 
     def check_stop(self) -> RequestStatus | None:
         """How the newest token ends the request, None if it does not; sets `stop_reason`."""

@@ -18,11 +18,14 @@ class TopTokens:
 
 @dataclass(slots=True)
 class RequestUpdate:
-    """What a step meant for one request: a token, its end, or both."""
+    """What a step meant for one request: a token, its end, or both.
+
+    Of a request that `reports_at_end` the steps between its first token and its end are not told one by one.
+    """
 
     request: Request
     row: int  # its row in the StepOutput
-    new_token_ids: list[int]  # empty if no token could be sampled
+    new_token_ids: list[int]  # since the last update; empty if no token could be sampled
     logprobs: list[float]  # of these tokens
     finish_reason: str | None = None  # "stop", "length" or "error"; None: goes on
     stop_reason: int | str | None = None  # the stop token's id; None for EOS

@@ -214,8 +214,8 @@ class Scheduler:
     def update(self, batch: Batch, output: StepOutput) -> list[RequestUpdate]:
         """Appends the drawn tokens and ends the requests that they end.
 
-        One update for each request that drew a token, in the order of the output's rows; requests that
-        have ended since the step was scheduled have none.
+        One update for each request that drew a token and has something to report, in the order of the
+        output's rows; requests that have ended since the step was scheduled have none.
         """
         sampling = self._sampling.pop(batch.step, None)
         if sampling is None:
@@ -225,29 +225,39 @@ class Scheduler:
         if len(tokens) != len(sampling):
             raise ValueError(f"step {batch.step} drew {len(sampling)} tokens, its output has {len(tokens)}")
         updates: list[RequestUpdate] = []
+        num_generated = 0
         for row, (request, token, logprob) in enumerate(zip(sampling, tokens, logprobs, strict=True)):
             if request.finished:
                 continue
             if token < 0:
                 self.kv.forget(request)  # whatever made its logits unusable may be in its cache
                 self._finish(request, RequestStatus.FINISHED_ERROR)
-                updates.append(RequestUpdate(request, row, [], [], "error"))
+                updates.append(RequestUpdate(request, row, *request.take_unreported(), "error"))
                 continue
-            self.counters.num_generated_tokens += 1
+            num_generated += 1
             token_ids = request.token_ids
             token_ids.append(token)
             if request.num_computed_tokens >= request.next_cacheable:
                 self.kv.cache_full_blocks(request)
-            update = RequestUpdate(request, row, [token], [logprob])
+            num_tokens = len(token_ids)
+            status = None
+            if num_tokens >= request.max_total_tokens or token in request.stop_set:
+                status = request.check_stop()
+            if request.reports_at_end:
+                request.unreported_logprobs.append(logprob)
+                if status is None and num_tokens > request.num_prompt_tokens + 1:
+                    continue
+                update = RequestUpdate(request, row, *request.take_unreported())
+            else:
+                update = RequestUpdate(request, row, [token], [logprob])
             updates.append(update)
             if request.num_logprobs is not None:
                 update.top = _top_tokens(output, row, request.num_logprobs)
-            if len(token_ids) >= request.max_total_tokens or token in request.stop_set:
-                status = request.check_stop()
-                if status is not None:
-                    self._finish(request, status)
-                    update.finish_reason = status.finish_reason
-                    update.stop_reason = request.stop_reason
+            if status is not None:
+                self._finish(request, status)
+                update.finish_reason = status.finish_reason
+                update.stop_reason = request.stop_reason
+        self.counters.num_generated_tokens += num_generated
         return updates
 
 

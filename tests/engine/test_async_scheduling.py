@@ -240,6 +240,34 @@ def test_a_beam_search_computes_nothing_in_vain(engines: tuple[LLMEngine, LLMEng
     assert found[0] == found[1]
 
 
+def test_a_request_that_nobody_watches_gives_all_at_its_end_whatever_that_is(
+    engines: tuple[LLMEngine, LLMEngine],
+) -> None:
+    wanted = generate(engines[1], [GREEDY] * 2)
+    stop = wanted[1].outputs[0].token_ids[9]
+    params = [GREEDY, SamplingParams(temperature=0.0, max_tokens=20, stop_token_ids=[stop])]
+    seen = generate(engines[1], params)
+    for engine in engines:
+        engine.reset_prefix_cache()
+        for index, each in enumerate(params):
+            kind = RequestOutputKind.FINAL_ONLY
+            engine.add_request(str(index), prompt(index), each, output_kind=kind)
+        engine.add_request("aborted", prompt(0), GREEDY, output_kind=RequestOutputKind.FINAL_ONLY)
+        for _ in range(5):
+            assert engine.step() == []
+        aborted = engine.abort_request("aborted")
+        outputs = run(engine)
+        for index, other in enumerate(seen):
+            choice, output = outputs[str(index)].outputs[0], outputs[str(index)]
+            assert choices_of([output]) == choices_of([other])
+            assert choice.cumulative_logprob == pytest.approx(other.outputs[0].cumulative_logprob, abs=1e-4)
+            assert output.metrics.num_generation_tokens == len(choice.token_ids)
+            assert output.metrics.scheduled_ts <= output.metrics.first_token_ts
+            assert output.metrics.first_token_ts < output.metrics.last_token_ts
+        assert aborted is not None
+        assert aborted.outputs[0].token_ids == wanted[0].outputs[0].token_ids[:5]
+
+
 def test_pieces_of_a_stream_add_up(engine: LLMEngine) -> None:
     wanted = generate(engine, [GREEDY] * 3)
     tokens: dict[str, list[int]] = {}
