@@ -1,4 +1,5 @@
 // The pybind11 module _core: host-side hot paths. Its typed face is pagedinfer/_core.pyi.
+#include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -59,12 +60,48 @@ py::object transfer(BlockPool& pool, const BlockPool::BlockList& blocks, BlockPo
   return py::make_tuple(std::move(result->blocks), std::move(result->copies));
 }
 
+int32_t int_attribute(PyObject* object, PyObject* name) {
+  const auto value = py::reinterpret_steal<py::object>(PyObject_GetAttr(object, name));
+  if (!value) throw py::error_already_set();
+  return value.cast<int32_t>();
+}
+
+// Writes slots, starts and new blocks (-1: none) of ScheduledRequests into rows 0 to 2 of `packed`.
+// False, with `packed` undefined: one of them has more tokens than one, or more new blocks.
+bool pack_decodes(const py::list& requests, py::array_t<int32_t, py::array::c_style> packed) {
+  static PyObject* const slot = PyUnicode_InternFromString("slot");
+  static PyObject* const start = PyUnicode_InternFromString("start");
+  static PyObject* const num_tokens = PyUnicode_InternFromString("num_tokens");
+  static PyObject* const new_block_ids = PyUnicode_InternFromString("new_block_ids");
+  const auto count = static_cast<py::ssize_t>(requests.size());
+  auto rows = packed.mutable_unchecked<2>();
+  if (rows.shape(0) != 3 || rows.shape(1) != count) {
+    throw py::value_error("packed must be [3, " + std::to_string(count) + "], got [" +
+                          std::to_string(rows.shape(0)) + ", " + std::to_string(rows.shape(1)) +
+                          "]");
+  }
+  for (py::ssize_t i = 0; i < count; ++i) {
+    PyObject* const request = PyList_GET_ITEM(requests.ptr(), i);
+    if (int_attribute(request, num_tokens) != 1) return false;
+    const auto blocks = py::reinterpret_steal<py::object>(PyObject_GetAttr(request, new_block_ids));
+    if (!blocks) throw py::error_already_set();
+    const auto list = blocks.cast<py::list>();
+    if (list.size() > 1) return false;
+    rows(0, i) = int_attribute(request, slot);
+    rows(1, i) = int_attribute(request, start);
+    rows(2, i) = list.empty() ? -1 : list[0].cast<int32_t>();
+  }
+  return true;
+}
+
 }  // namespace
 }  // namespace pagedinfer
 
 PYBIND11_MODULE(_core, m) {
   using pagedinfer::BlockPool;
   m.doc() = "Host-side hot paths of pagedinfer.";
+  m.def("pack_decodes", &pagedinfer::pack_decodes, py::arg("requests"),
+        py::arg("packed").noconvert());
 
   py::class_<BlockPool>(m, "BlockPool")
       .def(py::init<int32_t, int32_t, int>(), py::arg("num_blocks"), py::arg("block_size"),

@@ -1,5 +1,21 @@
 """Types of the compiled module _core (csrc/core.cpp)."""
 
+import numpy as np
+import numpy.typing as npt
+
+from pagedinfer.engine.batch import ScheduledRequest
+
+def pack_decodes(requests: list[ScheduledRequest], packed: npt.NDArray[np.int32]) -> bool:
+    """Writes the slots, the starts and the new blocks (-1: none) of `requests` into the rows of `packed`.
+
+    False, and `packed` is of no use, if one of them computes more than one token or has more than one new
+    block.
+
+    Args:
+        requests: N of them.
+        packed: [3, N], contiguous.
+    """
+
 class BlockPool:
     """Which KV blocks of one tier are free, how often each is referenced, what full blocks hold.
 

@@ -58,7 +58,7 @@ class Batch:
     @property
     def num_tokens(self) -> int:
         """Tokens that the step computes."""
-        return sum(request.num_tokens for request in self.requests)
+        return sum([request.num_tokens for request in self.requests])
 
     def is_empty(self) -> bool:
         """Whether there is nothing to run, not even a copy."""

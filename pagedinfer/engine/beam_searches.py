@@ -65,8 +65,10 @@ class BeamSearches:
                 search.metrics.scheduled_ts = search.metrics.scheduled_ts or time.monotonic()
         return others
 
-    def process(self, updates: Iterable[RequestUpdate]) -> tuple[list[RequestUpdate], list[RequestOutput]]:
+    def process(self, updates: list[RequestUpdate]) -> tuple[list[RequestUpdate], list[RequestOutput]]:
         """Goes on with what a step gave: the updates that are not of beams, and the finished searches."""
+        if not self._by_beam:
+            return updates, []
         others: list[RequestUpdate] = []
         outputs: list[RequestOutput] = []
         # Looked up before anything goes on: a beam may be given up for what another one's update brings.

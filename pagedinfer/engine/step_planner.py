@@ -92,6 +92,7 @@ class StepPlanner:
     def _schedule_running(self, step: Step, first: int, last: int) -> None:
         """Gives running requests `first` to `last` their next tokens, while budget and blocks last."""
         running = self.running.by_urgency
+        scheduled, sampling = step.batch.requests, step.sampling
         decodes_behind: int | None = None  # running requests behind this one that want a single token
         # Preemption takes requests off the end of the list, and so ends this loop early.
         for index, request in enumerate(islice(running, first, last), start=first + 1):
@@ -99,6 +100,16 @@ class StepPlanner:
                 break
             start = request.num_computed_tokens
             num_tokens = request.num_tokens - start
+            if num_tokens == 1 and start < request.capacity and start + 1 < request.max_total_tokens:
+                # What `_compute` would do for a decode with room. All that most requests need in most steps.
+                if decodes_behind is not None:
+                    decodes_behind -= 1
+                step.budget -= 1
+                request.num_computed_tokens = start + 1
+                request.num_tokens = start + 2
+                sampling.append(request)
+                scheduled.append(ScheduledRequest(request.request_id, request.slot, start, 1, True, []))
+                continue
             if num_tokens > 1:
                 if decodes_behind is None:
                     decodes_behind = _num_decodes(running, index)

@@ -10,6 +10,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from pagedinfer._core import pack_decodes
 from pagedinfer.engine.batch import AdmittedRequest, Batch
 from pagedinfer.runner.upload import upload
 
@@ -180,24 +181,19 @@ class InputBatch:
         requests = batch.requests
         if not requests or batch.admitted or self._new_blocks or self._new_prompts:
             return None
-        if any(request.num_tokens != 1 for request in requests):
-            return None
         packed = np.empty((3, len(requests)), np.int32)
-        slots, lengths, blocks = packed
-        slots[:] = [request.slot for request in requests]
-        starts = np.array([request.start for request in requests], np.int32)
+        if not pack_decodes(requests, packed):
+            return None
+        slots, starts, blocks = packed
         if (starts < self._num_known_tokens[slots]).any():
             return None  # the last token of a prompt
-        lengths[:] = starts + 1
-        blocks[:] = [request.new_block_ids[0] if request.new_block_ids else -1 for request in requests]
         growing = np.flatnonzero(blocks >= 0)
         if growing.size:
             grown_slots = slots[growing]
             if (self._num_blocks[grown_slots] != starts[growing] // self._block_size).any():
                 return None  # a block before it was needed
-            if any(len(requests[i].new_block_ids) > 1 for i in growing):
-                return None
             self._num_blocks[grown_slots] += 1
+        starts += 1  # now lengths
         return packed
 
     def prepare_decodes(self, packed: Tensor) -> StepInputs:

@@ -9,6 +9,7 @@ import numpy.typing as npt
 import pytest
 import torch
 
+from pagedinfer._core import pack_decodes
 from pagedinfer.engine.batch import AdmittedRequest, Batch, ScheduledRequest
 from pagedinfer.runner.input_batch import InputBatch
 from pagedinfer.sampling_params import SamplingParams
@@ -195,6 +196,14 @@ def test_what_is_not_a_step_of_decodes_alone() -> None:
     newcomer = Batch(step=1, requests=[decode], admitted=[admitted(3, [1], [9])])
     assert inputs.pack_decodes(newcomer) is None
     assert pack(inputs, decode, decode_of(0, 8, 5)) is not None  # none of these has changed anything
+
+
+def test_rows_of_another_shape_are_refused() -> None:
+    for shape in ((3, 2), (2, 1)):
+        with pytest.raises(ValueError, match=rf"must be \[3, 1\], got \[{shape[0]}, {shape[1]}\]"):
+            pack_decodes([decode_of(0, 3)], np.zeros(shape, np.int32))
+    with pytest.raises(TypeError):
+        pack_decodes([decode_of(0, 3)], np.zeros((3, 1), np.int64))  # type: ignore[arg-type]
 
 
 def test_a_token_that_could_not_be_sampled_is_some_token_to_the_next_step(device: torch.device) -> None:
