@@ -45,7 +45,11 @@ class ScheduledRequest:
 
 @dataclass(slots=True)
 class Batch:
-    """One step, in the order in which the runner carries it out: swaps out, swaps in, copies, forward."""
+    """One step, in the order in which the runner carries it out: swaps out, swaps in, copies, forward.
+
+    Swaps may go on beside this step and later ones. The runner sees to it that a block is not given to a
+    request, nor read or written by another move, before what is under way with it has ended.
+    """
 
     step: int
     released_slots: list[int] = field(default_factory=list)  # free before `admitted` is applied
@@ -88,6 +92,8 @@ class StepOutput:
     ranks: npt.NDArray[np.int64] | None = None  # [rows], from 1; 0 where nobody asked
     top_ids: npt.NDArray[np.int64] | None = None  # [rows, K], the best first; -1 where there is none
     top_logprobs: npt.NDArray[np.float32] | None = None  # [rows, K], before temperature and filters
+    # The last step whose swaps in, and all before, had ended by now; None: this step, whatever runs at once.
+    swaps_in_done: int | None = None
     prompts: dict[str, tuple[int, BestTokens]] = field(default_factory=dict)
     """By request: the position of the first token of its prompt that was rated, and the tokens from it."""
 

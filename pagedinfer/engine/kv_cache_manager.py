@@ -83,15 +83,28 @@ class KVCacheManager:
         An empty prefix without prefix caching, for a request that skips reading it, and for one that holds
         KV of its own: one that is swapped out, or a fork.
         """
-        if (
-            not self._caching
-            or request.block_ids
-            or request.cpu_block_ids
-            or request.skip_reading_prefix_cache
-        ):
+        if not self._looks_up(request):
             return Prefix([], [])
         num_full_blocks = (len(request.token_ids) - 1) // self.block_size
         return Prefix(*self.pool.match(request.token_ids, num_full_blocks, request.cache_salt))
+
+    def will_find(self, request: Request, prefix: Prefix, running: Request) -> bool:
+        """Whether a running request is about to compute the block after a waiting one's `prefix`."""
+        start = len(prefix.blocks) * self.block_size
+        end = start + self.block_size
+        return (
+            self._looks_up(request)
+            and not prefix.cpu_blocks
+            and running.num_computed_tokens < end <= min(len(running.token_ids), len(request.token_ids) - 1)
+            and running.cache_salt == request.cache_salt
+            and (start == 0 or running.block_ids[len(prefix) - 1] == prefix.blocks[-1])
+            and running.token_ids[start:end] == request.token_ids[start:end]
+        )
+
+    def _looks_up(self, request: Request) -> bool:
+        """Whether a waiting request may begin with known blocks."""
+        holds_kv = request.block_ids or request.cpu_block_ids
+        return self._caching and not holds_kv and not request.skip_reading_prefix_cache
 
     def num_needed(self, request: Request, prefix: Prefix, num_tokens: int) -> int:
         """How many fewer blocks are free once a waiting request is admitted with room for `num_tokens`.
@@ -103,14 +116,18 @@ class KVCacheManager:
             return total - len(request.block_ids) + self._must_copy_tail(request)
         return total - len(prefix.blocks) + self.pool.num_unreferenced(prefix.blocks)
 
-    def admit(self, request: Request, prefix: Prefix, num_tokens: int) -> None:
+    def admit(self, request: Request, prefix: Prefix, num_tokens: int) -> int:
         """Gives a waiting request its KV (`prefix`, or what it holds) and room for `num_tokens` tokens.
 
         Afterwards its `num_computed_tokens` say where it goes on. `num_needed` blocks must be free.
+
+        Returns:
+            How many of its blocks are still to come from CPU blocks, with the swaps of this step. A swapped
+            request keeps its CPU blocks until `end_swap_in`.
         """
+        num_moving = len(self._swaps_in)
         if request.cpu_block_ids:
-            cpu_blocks, request.cpu_block_ids = request.cpu_block_ids, []
-            request.block_ids = self._bring_back(cpu_blocks)
+            request.block_ids = self._bring_back(request.cpu_block_ids)
         elif request.block_ids:
             self._copy_tail(request)
         else:
@@ -119,6 +136,7 @@ class KVCacheManager:
         if missing > 0:
             request.block_ids += self.pool.allocate(missing)
         request.capacity = len(request.block_ids) * self.block_size
+        return len(self._swaps_in) - num_moving
 
     def _take_prefix(self, request: Request, prefix: Prefix) -> None:
         self.pool.acquire(prefix.blocks)
@@ -126,6 +144,7 @@ class KVCacheManager:
         request.num_shared_blocks = len(prefix.blocks)
         if prefix.cpu_blocks:
             self.cpu_pool.acquire(prefix.cpu_blocks)
+            self._pinned_cpu += prefix.cpu_blocks
             request.block_ids += self._bring_back(prefix.cpu_blocks)
         request.num_computed_tokens = len(prefix) * self.block_size
         self._set_cacheable(request, request.num_computed_tokens)
@@ -158,14 +177,24 @@ class KVCacheManager:
         self._swaps_out += copies
         return True
 
+    def end_swap_in(self, request: Request) -> None:
+        """A request that was swapped out has its KV back: its CPU blocks are free after this step."""
+        self._pinned_cpu += request.cpu_block_ids
+        request.cpu_block_ids = []
+
+    def cancel_swap_in(self, request: Request) -> None:
+        """Takes the device blocks of a request back that has its KV in CPU blocks still."""
+        self.pool.release(request.block_ids)
+        request.block_ids = []
+        request.capacity = request.num_shared_blocks = 0
+
     def _bring_back(self, cpu_blocks: list[int]) -> list[int]:
-        """Device blocks for what referenced CPU blocks hold; their references end with the step."""
+        """Device blocks for what referenced CPU blocks hold."""
         moved = self.cpu_pool.transfer(cpu_blocks, self.pool)
         if moved is None:
             raise ValueError(f"{len(cpu_blocks)} blocks cannot come back: {self.num_free} are free")
         blocks, copies = moved
         self._swaps_in += copies
-        self._pinned_cpu += cpu_blocks
         return blocks
 
     # ---- forks ----

@@ -103,22 +103,38 @@ class Preemption:
     def preempt(self, request: Request) -> None:
         """Back to the waiting ones, its KV in CPU blocks or to be computed again."""
         self.running.remove(request)
+        request.num_preemptions += 1
+        self._give_up_blocks(request)
+        self.waiting.add(request)
+
+    def _give_up_blocks(self, request: Request) -> None:
+        if request.cpu_block_ids:  # on its way back: all of it is on the CPU still
+            self.kv.cancel_swap_in(request)
+            self._count_swapped(request)
+            return
+        if request.status is RequestStatus.SWAPPING_IN:  # a prefix that has not arrived
+            self._drop(request)
+            return
         mode = self.config.preemption_mode
         if mode == "auto":
             num_blocks = self.kv.blocks_for(request.num_computed_tokens)
             prefer_swap = self.costs.prefer_swap(num_blocks, request.num_computed_tokens)
             mode = "swap" if prefer_swap else "recompute"
         if mode == "swap" and self.kv.swap_out(request):
-            request.status = RequestStatus.SWAPPED
-            self.num_swapped += 1
-            self.counters.num_preemptions_swap += 1
+            self._count_swapped(request)
         else:
-            self.kv.release(request)
-            request.num_computed_tokens = 0
-            request.status = RequestStatus.WAITING
-            self.counters.num_preemptions_recompute += 1
-        request.num_preemptions += 1
-        self.waiting.add(request)
+            self._drop(request)
+
+    def _count_swapped(self, request: Request) -> None:
+        request.status = RequestStatus.SWAPPED
+        self.num_swapped += 1
+        self.counters.num_preemptions_swap += 1
+
+    def _drop(self, request: Request) -> None:
+        self.kv.release(request)
+        request.num_computed_tokens = 0
+        request.status = RequestStatus.WAITING
+        self.counters.num_preemptions_recompute += 1
 
     def leave_queue(self, request: Request) -> None:
         """A waiting request is admitted, or ends."""

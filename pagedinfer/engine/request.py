@@ -17,6 +17,7 @@ class RequestStatus(enum.Enum):
     WAITING = enum.auto()  # new, or preempted and to be recomputed
     RUNNING = enum.auto()  # holds a slot
     SWAPPED = enum.auto()  # preempted, its KV in CPU blocks
+    SWAPPING_IN = enum.auto()  # holds a slot; runs once its KV has arrived from CPU blocks
     FINISHED_STOPPED = enum.auto()  # EOS, a stop token or a stop string
     FINISHED_LENGTH = enum.auto()  # max_tokens or max_model_len
     FINISHED_ABORTED = enum.auto()
@@ -97,6 +98,7 @@ class Request:
         "status",
         "stop_reason",
         "stop_set",
+        "swap_in_step",
         "token_ids",
         "unreported_logprobs",
         "urgency",
@@ -157,7 +159,8 @@ class Request:
         self.slot = -1
         self.block_ids: list[int] = []
         self.capacity = 0  # tokens that these blocks have room for
-        self.cpu_block_ids: list[int] = []  # while it is swapped out
+        self.cpu_block_ids: list[int] = []  # while it is swapped out, and until its KV has arrived
+        self.swap_in_step = 0  # the step that began its last swap in
         self.num_shared_blocks = 0  # of block_ids, those that it found rather than allocated
         self.fork_parent: Request | None = None  # whose KV it waits for
         self.next_cacheable = 0  # once so many tokens are computed, another full block can be cached

@@ -136,13 +136,13 @@ class Scheduler:
         return True
 
     def _finish(self, request: Request, status: RequestStatus) -> None:
-        was_running = request.status is RequestStatus.RUNNING
+        had_slot = request.slot >= 0
         for child in self.forks.take(request):
-            if was_running:
+            if had_slot:
                 self._start_fork(request, child)
             else:
                 self.waiting.add(child)
-        if was_running:
+        if had_slot:
             self.running.remove(request)
         elif request.fork_parent is not None:
             self.forks.remove(request)
@@ -220,6 +220,8 @@ class Scheduler:
         sampling = self._sampling.pop(batch.step, None)
         if sampling is None:
             raise ValueError(f"step {batch.step} was not scheduled, or has been updated already")
+        swaps_in_done = batch.step if output.swaps_in_done is None else output.swaps_in_done
+        self._planner.swaps_in_done = max(self._planner.swaps_in_done, swaps_in_done)
         tokens: list[int] = output.token_ids.tolist()
         logprobs: list[float] = output.logprobs.tolist()
         if len(tokens) != len(sampling):

@@ -17,6 +17,14 @@ from pagedinfer.engine.stats import SchedulerCounters, WaitingReason
 
 _RETRY_STEPS = 16  # after so many steps a refused request is looked at again, whatever happened
 
+# Tokens of prompts that a step computes beside one that is more urgent. So many change its duration little:
+# up to some 200 tokens (arithmetic over bandwidth, 16-bit) a GPU waits for the weights, not for the products.
+_TOKENS_BESIDE_URGENT = 256
+
+_BRIEF = (
+    1e-3  # seconds that a step may wait for blocks from the CPU, rather than the request for the next step
+)
+
 
 @dataclass(slots=True)
 class Step:
@@ -26,6 +34,11 @@ class Step:
     budget: int  # tokens that may still be added
     sampling: list[Request] = field(default_factory=list)  # those that draw a token
     short_of_blocks: bool = False  # somebody was preempted or got no block: no time for newcomers
+    num_awaited_blocks: int = 0  # that come from the CPU and that it waits for
+    wait_for_swaps: bool = False  # nothing else can run: those swapping in may as well
+    prompt_priority: int | None = None  # of the most urgent request that has more than one token in it
+    budget_beside: int = _TOKENS_BESIDE_URGENT  # of such tokens for those that are less urgent
+    unfinished_prompts: list[Request] = field(default_factory=list)  # those it computes a part of
 
 
 class StepPlanner:
@@ -49,6 +62,7 @@ class StepPlanner:
         self.admission = admission
         self.counters = counters
         self.waiting_reason: WaitingReason | None = None  # what the first waiting request lacked
+        self.swaps_in_done = 0  # the last step whose swaps in, and all before, have ended
         self._refused: tuple[Request, int] | None = None  # and the admission's events by then
         self._retry_step = 0
 
@@ -64,6 +78,9 @@ class StepPlanner:
             self.waiting_reason = "blocks"
             while not step.short_of_blocks and self.waiting and self._admit_first(step):
                 pass
+        if not step.batch.requests and any(r.status is RequestStatus.SWAPPING_IN for r in self.running):
+            step.wait_for_swaps = True
+            self._schedule_running(step, 0, len(self.running))
         self.kv.end_step(step.batch)
         self.counters.count_batch(step.batch, self.config.max_num_batched_tokens - step.budget)
         return step
@@ -98,6 +115,8 @@ class StepPlanner:
         for index, request in enumerate(islice(running, first, last), start=first + 1):
             if step.budget <= 0:
                 break
+            if request.status is RequestStatus.SWAPPING_IN and not self._has_arrived(step, request):
+                continue
             start = request.num_computed_tokens
             num_tokens = request.num_tokens - start
             if num_tokens == 1 and start < request.capacity and start + 1 < request.max_total_tokens:
@@ -114,7 +133,9 @@ class StepPlanner:
                 if decodes_behind is None:
                     decodes_behind = _num_decodes(running, index)
                 # A long prompt leaves those behind it their next token, and gets one itself at least.
-                num_tokens = self._chunk(num_tokens, max(1, step.budget - decodes_behind))
+                num_tokens = self._chunk(step, request, num_tokens, decodes_behind)
+                if num_tokens == 0:
+                    continue
             else:
                 if decodes_behind is not None:
                     decodes_behind -= 1
@@ -125,7 +146,14 @@ class StepPlanner:
                 if not self._make_room(step, request, start + num_tokens):
                     break
                 new_blocks = self.kv.grow(request, start + num_tokens)
-            self._compute(step, request, num_tokens, new_blocks)
+            if request.status is RequestStatus.SWAPPING_IN:
+                self._start(step, request, num_tokens)
+            else:
+                self._compute(step, request, num_tokens, new_blocks)
+
+    def _has_arrived(self, step: Step, request: Request) -> bool:
+        """Whether a request that is swapping in may run without the step having to wait for its KV."""
+        return step.wait_for_swaps or request.swap_in_step <= self.swaps_in_done
 
     def _compute(self, step: Step, request: Request, num_tokens: int, new_blocks: list[int]) -> None:
         """Puts the next `num_tokens` tokens of a running request into the step."""
@@ -137,19 +165,38 @@ class StepPlanner:
         if sample:
             request.num_tokens = end + 1
             step.sampling.append(request)
-        if num_tokens > 1 and end >= request.next_cacheable:
-            self.kv.cache_full_blocks(request)  # a decode's block is cached when its token is known
+        if num_tokens > 1:
+            self._note_prompt(step, request, num_tokens)
+            if not sample:
+                step.unfinished_prompts.append(request)
+            if end >= request.next_cacheable:
+                self.kv.cache_full_blocks(request)  # a decode's block is cached when its token is known
         step.batch.requests.append(
             ScheduledRequest(request.request_id, request.slot, start, num_tokens, sample, new_blocks)
         )
 
-    def _chunk(self, num_tokens: int, budget: int) -> int:
-        """How many of a prompt's `num_tokens` tokens this step computes; may exceed the budget unchunked."""
-        if not self.config.enable_chunked_prefill:
-            return num_tokens
+    def _chunk(self, step: Step, request: Request, num_tokens: int, reserved: int) -> int:
+        """How many of a prompt's next `num_tokens` tokens this step computes; 0 if it has to wait.
+
+        `reserved` tokens are for others, but one at least is for this prompt.
+        """
+        chunked = self.config.enable_chunked_prefill
+        limit = max(1, step.budget - reserved) if chunked else step.budget
+        if num_tokens > 1 and step.prompt_priority is not None and request.urgency[0] > step.prompt_priority:
+            limit = min(limit, step.budget_beside)
+        if not chunked:
+            return num_tokens if num_tokens <= limit else 0
         if self.config.long_prefill_token_threshold:
             num_tokens = min(num_tokens, self.config.long_prefill_token_threshold)
-        return min(num_tokens, budget)
+        return min(num_tokens, limit)
+
+    def _note_prompt(self, step: Step, request: Request, num_tokens: int) -> None:
+        """The step computes more than one token of `request`, and those less urgent have to leave it time."""
+        priority = request.urgency[0]
+        if step.prompt_priority is None or priority < step.prompt_priority:
+            step.prompt_priority = priority
+        elif priority > step.prompt_priority:
+            step.budget_beside -= num_tokens
 
     # ---- too few blocks ----
 
@@ -210,8 +257,11 @@ class StepPlanner:
         while True:
             prefix = self._find_prefix(request)
             start = max(request.num_computed_tokens, len(prefix) * self.kv.block_size)
-            num_tokens = self._chunk(request.num_tokens - start, max(1, step.budget - reserved))
-            if num_tokens > step.budget:
+            num_tokens = self._chunk(step, request, request.num_tokens - start, reserved)
+            # What a running prompt is about to compute is worth waiting for: both would compute it.
+            if num_tokens == 0 or any(
+                self.kv.will_find(request, prefix, other) for other in step.unfinished_prompts
+            ):
                 self.waiting_reason = "tokens"
                 return False
             num_needed = self.kv.num_needed(request, prefix, start + num_tokens)
@@ -248,16 +298,30 @@ class StepPlanner:
         return self.admission.fits(running[:peers], request, num_own, num_used)
 
     def _admit(self, step: Step, request: Request, prefix: Prefix, num_tokens: int) -> None:
-        """Gives the first waiting request a slot and its next `num_tokens` tokens."""
+        """Gives the first waiting request a slot and its next `num_tokens` tokens.
+
+        If so much of its KV has to come from the CPU that the step would be held up, it gets the tokens
+        once that has arrived.
+        """
         self.waiting.pop()
         self.preemption.leave_queue(request)
         if request.num_preemptions == 0:
             request.num_cached_tokens = len(prefix) * self.kv.block_size
             self.counters.count_admission(request, len(prefix.cpu_blocks) * self.kv.block_size)
         start = max(request.num_computed_tokens, len(prefix) * self.kv.block_size)
-        self.kv.admit(request, prefix, start + num_tokens)
-        request.status = RequestStatus.RUNNING
+        num_awaited = step.num_awaited_blocks + self.kv.admit(request, prefix, start + num_tokens)
         self.running.add(request)
+        if self.preemption.costs.transfer_seconds(num_awaited) <= _BRIEF:
+            step.num_awaited_blocks = num_awaited
+            self._start(step, request, num_tokens)
+        else:
+            request.status = RequestStatus.SWAPPING_IN
+            request.swap_in_step = step.batch.step
+
+    def _start(self, step: Step, request: Request, num_tokens: int) -> None:
+        """Hands a request that has a slot to the runner, with its next `num_tokens` tokens."""
+        self.kv.end_swap_in(request)
+        request.status = RequestStatus.RUNNING
         step.batch.admitted.append(
             AdmittedRequest(
                 request_id=request.request_id,

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -13,6 +14,8 @@ from pagedinfer.engine.batch import Batch
 from pagedinfer.runner.upload import pairs
 
 Pairs = Sequence[tuple[int, int]]
+
+_PIECE_BYTES = 128 << 20  # of a swap that nothing waits for yet: some milliseconds until its blocks are free
 
 
 class _Timing:
@@ -49,12 +52,33 @@ class _Timing:
         return event
 
 
-class BlockSwaps:
-    """Carries out the swaps of batches; on a GPU on a stream of its own.
+class _Moves:
+    """Moves in one direction on a stream of their own, and which blocks they are reading and writing."""
 
-    That stream first waits for all that the steps so far do. A step waits for a swap out only if it is given
-    one of the blocks that are being read, and for its own swaps in, since it reads those blocks. All swaps
-    are in order among themselves, so the CPU's blocks need no watch.
+    def __init__(self, device: torch.device) -> None:
+        self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        # By block: when what is under way with it ends.
+        self.reading: dict[int, torch.cuda.Event] = {}
+        self.writing: dict[int, torch.cuda.Event] = {}
+
+    def add(self, mapping: Pairs, end: torch.cuda.Event) -> None:
+        for source, destination in mapping:
+            self.reading[source] = end
+            self.writing[destination] = end
+
+    def forget_ended(self) -> None:
+        ended = {event for event in set(self.reading.values()) if event.query()}  # type: ignore[no-untyped-call]
+        if ended:
+            self.reading = {block: event for block, event in self.reading.items() if event not in ended}
+            self.writing = {block: event for block, event in self.writing.items() if event not in ended}
+
+
+class BlockSwaps:
+    """Carries out the swaps of batches; on a GPU beside the steps, each direction on a stream of its own.
+
+    A swap first waits for all that the steps so far do, and for what the other direction is doing with its
+    blocks. A step waits for a swap only if it uses one of its blocks: one that is being read and is given
+    away, or one that is being written.
 
     Args:
         blocks: [num_blocks, ...] on the device.
@@ -65,10 +89,18 @@ class BlockSwaps:
         self._blocks = blocks
         self._cpu_blocks = cpu_blocks
         self._timings: list[_Timing] = []
-        self._stream: torch.cuda.Stream | None = None
+        self._step = 0
+        self._arrivals: deque[tuple[int, torch.cuda.Event]] = deque()  # steps, and when their swaps in end
+        self._directions: tuple[_Moves, _Moves] | None = None  # out, in
         if blocks.is_cuda:
-            self._stream = torch.cuda.Stream(blocks.device)  # type: ignore[no-untyped-call]
-        self._leaving: dict[int, torch.cuda.Event] = {}  # block that is read by a swap out: when that ends
+            self._directions = (_Moves(blocks.device), _Moves(blocks.device))
+
+    @property
+    def swaps_in_done(self) -> int:
+        """The last step whose swaps in, and all before, have ended by now."""
+        while self._arrivals and self._arrivals[0][1].query():  # type: ignore[no-untyped-call]
+            self._arrivals.popleft()
+        return self._arrivals[0][0] - 1 if self._arrivals else self._step
 
     def take_timings(self) -> list[tuple[int, float]]:
         """(blocks, seconds) of the swaps that have ended since the last call, each one way."""
@@ -78,60 +110,76 @@ class BlockSwaps:
 
     def start(self, batch: Batch) -> None:
         """Begins a batch's swaps, before anything else of its step."""
-        if self._stream is None:
+        self._step = batch.step
+        if self._directions is None:
             self._swap(self._blocks, self._cpu_blocks, batch.swaps_out)
             self._swap(self._cpu_blocks, self._blocks, batch.swaps_in)
-        elif batch.swaps_out or batch.swaps_in or self._leaving:
-            self._start_beside(batch, self._stream)
+            return
+        leaving, arriving = self._directions
+        if batch.swaps_out or batch.swaps_in or leaving.reading or arriving.reading:
+            self._start_beside(batch, leaving, arriving)
 
-    def _start_beside(self, batch: Batch, stream: torch.cuda.Stream) -> None:
-        current = torch.cuda.current_stream(self._blocks.device)
-        given = _given_blocks(batch)
+    def _start_beside(self, batch: Batch, leaving: _Moves, arriving: _Moves) -> None:
+        leaving.forget_ended()
+        arriving.forget_ended()
+        used = _used_blocks(batch)
         # What this step needs goes first, and then what only makes room for later ones.
+        targets = used.union(block for _, block in batch.swaps_in)
         fetched = {cpu_block for cpu_block, _ in batch.swaps_in}
-        needed = [pair for pair in batch.swaps_out if pair[0] in given or pair[1] in fetched]
-        others = [pair for pair in batch.swaps_out if not (pair[0] in given or pair[1] in fetched)]
-        if batch.swaps_out or batch.swaps_in:
-            stream.wait_stream(current)
-        with torch.cuda.stream(stream):
-            self._swap_out(needed)
-            arrived = self._swap(self._cpu_blocks, self._blocks, batch.swaps_in)
-            self._swap_out(others)
-        for event in {id(event): event for block, event in self._leaving.items() if block in given}.values():
-            current.wait_event(event)
-        if arrived is not None:
-            current.wait_event(arrived)
-        for block in [block for block in self._leaving if block in given]:
-            del self._leaving[block]
-        if all(event.query() for event in self._leaving.values()):  # type: ignore[no-untyped-call]
-            self._leaving.clear()
+        needed = [pair for pair in batch.swaps_out if pair[0] in targets or pair[1] in fetched]
+        others = [pair for pair in batch.swaps_out if not (pair[0] in targets or pair[1] in fetched)]
+        self._swap_out(needed, leaving, arriving)
+        if batch.swaps_in:
+            end = self._move(self._cpu_blocks, self._blocks, batch.swaps_in, arriving, leaving)
+            self._arrivals.append((batch.step, end))
+        # Free blocks are handed out from the end of a sequence, so its end should be free first.
+        size = max(1, _PIECE_BYTES // max(1, self._blocks[0].nbytes))
+        for stop in range(len(others), 0, -size):
+            self._swap_out(others[max(0, stop - size) : stop], leaving, arriving)
+        current = torch.cuda.current_stream(self._blocks.device)
+        _wait(current, (leaving.reading, arriving.writing), used)
 
-    def _swap_out(self, mapping: Pairs) -> None:
-        event = self._swap(self._blocks, self._cpu_blocks, mapping)
-        if event is not None:
-            self._leaving.update((block, event) for block, _ in mapping)
+    def _swap_out(self, mapping: Pairs, leaving: _Moves, arriving: _Moves) -> None:
+        if mapping:
+            self._move(self._blocks, self._cpu_blocks, mapping, leaving, arriving)
 
-    def _swap(self, source: Tensor, destination: Tensor, mapping: Pairs) -> torch.cuda.Event | None:
-        """Swaps on the current stream; on a GPU the event of its end, if there was anything to do."""
-        if not mapping:
-            return None
-        timing = _Timing(len(mapping), self._blocks.device)
-        ops.swap_blocks(source, destination, pairs(mapping))
-        timing.stop()
-        self._timings.append(timing)
-        if self._stream is None:
-            return None
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record()
-        return event
+    def _move(
+        self, source: Tensor, destination: Tensor, mapping: Pairs, moves: _Moves, opposite: _Moves
+    ) -> torch.cuda.Event:
+        """Begins one move on its direction's stream; the event of its end."""
+        moves.stream.wait_stream(torch.cuda.current_stream(self._blocks.device))
+        _wait(moves.stream, (opposite.writing,), (block for block, _ in mapping))
+        _wait(moves.stream, (opposite.reading,), (block for _, block in mapping))
+        with torch.cuda.stream(moves.stream):
+            self._swap(source, destination, mapping)
+            end = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            end.record()
+        moves.add(mapping, end)
+        return end
+
+    def _swap(self, source: Tensor, destination: Tensor, mapping: Pairs) -> None:
+        """Swaps on the current stream."""
+        if mapping:
+            timing = _Timing(len(mapping), self._blocks.device)
+            ops.swap_blocks(source, destination, pairs(mapping))
+            timing.stop()
+            self._timings.append(timing)
 
 
-def _given_blocks(batch: Batch) -> set[int]:
-    """The blocks that a step may write to and that were somebody else's before it."""
-    given = {block for _, block in batch.swaps_in}
-    given.update(block for _, block in batch.copies)
+def _wait(
+    stream: torch.cuda.Stream, under_way: Iterable[dict[int, torch.cuda.Event]], blocks: Iterable[int]
+) -> None:
+    """Has `stream` wait for what is under way with these blocks."""
+    blocks = list(blocks)
+    for event in {ends[block] for ends in under_way for block in blocks if block in ends}:
+        stream.wait_event(event)
+
+
+def _used_blocks(batch: Batch) -> set[int]:
+    """The blocks that a step reads or writes and that were not its requests' before it."""
+    used = {block for pair in batch.copies for block in pair}
     for admitted in batch.admitted:
-        given.update(admitted.block_ids)
+        used.update(admitted.block_ids)
     for request in batch.requests:
-        given.update(request.new_block_ids)
-    return given
+        used.update(request.new_block_ids)
+    return used

@@ -66,6 +66,11 @@ class KVCache:
         """(blocks, seconds) of the swaps that have ended since the last call, each one way."""
         return self._swaps.take_timings()
 
+    @property
+    def swaps_in_done(self) -> int:
+        """See `BlockSwaps.swaps_in_done`."""
+        return self._swaps.swaps_in_done
+
     def move(self, batch: Batch) -> None:
         """Carries out a batch's swaps out, then its swaps in, then its copies; see `BlockSwaps`."""
         self._swaps.start(batch)

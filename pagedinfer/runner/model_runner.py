@@ -88,6 +88,11 @@ class ModelRunner:
     @torch.inference_mode()
     def execute(self, batch: Batch) -> StepResult:
         """Starts a step and returns at once; the handle's `result` waits for what it drew."""
+        result = self._start(batch)
+        result.cache = self._cache
+        return result
+
+    def _start(self, batch: Batch) -> StepResult:
         for slot in batch.released_slots:
             self._inputs.release(slot)
             self._sampler.release(slot)

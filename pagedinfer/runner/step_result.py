@@ -7,6 +7,7 @@ from torch import Tensor
 
 from pagedinfer.engine.batch import StepOutput
 from pagedinfer.runner.best_tokens import BestTokensOnTheWay, join
+from pagedinfer.runner.kv_cache import KVCache
 from pagedinfer.runner.top_logprobs import TopLogprobsResult
 
 
@@ -48,6 +49,8 @@ class StepResult:
         self._prompts = prompts or {}
         self._num_rows = num_rows
         self._num_padded_rows = drawn.token_ids.shape[0]
+        self.cache: KVCache | None = None
+        """Whose swaps the result reports on."""
         self._ready: torch.cuda.Event | None = None
         if drawn.packed.is_cuda:
             self._packed = torch.empty(drawn.packed.shape, dtype=torch.uint8, pin_memory=True)
@@ -68,6 +71,8 @@ class StepResult:
             packed[split:].view("float32")[: self._num_rows],
             prompts={name: (first, join(pieces)) for name, (first, pieces) in self._prompts.items()},
         )
+        if self.cache is not None:
+            output.swaps_in_done = self.cache.swaps_in_done
         if self._top is not None:
             self._top.add_to(output)
         return output

@@ -73,14 +73,20 @@ class FakeHandle:
 
 
 class FakeRunner:
-    """Executes batches on digests. Raises AssertionError when a batch breaks its contract."""
+    """Executes batches on digests. Raises AssertionError when a batch breaks its contract.
 
-    def __init__(self, config: SchedulerConfig) -> None:
+    A swap in takes `swap_in_steps` further steps, unless somebody is given its block before.
+    """
+
+    def __init__(self, config: SchedulerConfig, swap_in_steps: int = 0) -> None:
         self.config = config
         self.kv = [[-1] * config.block_size for _ in range(config.num_blocks)]
         self.cpu_kv = [[-1] * config.block_size for _ in range(config.num_cpu_blocks)]
         self.slots: list[FakeSlot | None] = [None] * config.max_num_seqs
         self.num_computed = 0  # tokens, over all steps
+        self.swap_in_steps = swap_in_steps
+        self.arriving: list[tuple[int, int, int]] = []  # (step that began it, CPU block, block)
+        self.num_waits = 0  # steps that had to wait for a block
         self.forced_tokens: dict[str, list[int]] = {}  # request id -> tokens to draw instead
 
     def execute(self, batch: Batch) -> FakeHandle:
@@ -94,20 +100,37 @@ class FakeRunner:
             )
         self._move(batch)
         self._write(batch)
-        return FakeHandle(self._sample(batch))
+        output = self._sample(batch)
+        output.swaps_in_done = min((step - 1 for step, _, _ in self.arriving), default=batch.step)
+        return FakeHandle(output)
 
     def _move(self, batch: Batch) -> None:
         for moves in (batch.swaps_out, batch.swaps_in, batch.copies):
             destinations = [to for _, to in moves]
             assert len(set(destinations)) == len(destinations), "a block is written twice"
+        moved = {block for block, _ in batch.swaps_out} | {to for _, to in batch.swaps_in}
+        self._end_swaps_in(moved, {to for _, to in batch.swaps_out})
         swapped_out = [self.kv[source].copy() for source, _ in batch.swaps_out]
         for (_, to), content in zip(batch.swaps_out, swapped_out, strict=True):
             self.cpu_kv[to] = content
-        for source, to in batch.swaps_in:
-            self.kv[to] = self.cpu_kv[source].copy()
+        self.arriving += [(batch.step, source, to) for source, to in batch.swaps_in]
+        used = {block for new in batch.admitted for block in new.block_ids}
+        used.update(block for work in batch.requests for block in work.new_block_ids)
+        used.update(block for pair in batch.copies for block in pair)
+        self.num_waits += self._end_swaps_in(used, set())
+        over = {to for step, _, to in self.arriving if step + self.swap_in_steps <= batch.step}
+        self._end_swaps_in(over, set())
         copied = [self.kv[source].copy() for source, _ in batch.copies]
         for (_, to), content in zip(batch.copies, copied, strict=True):
             self.kv[to] = content
+
+    def _end_swaps_in(self, blocks: set[int], cpu_blocks: set[int]) -> bool:
+        """Ends those under way that have to do with these blocks; whether there are any."""
+        ending = [move for move in self.arriving if move[2] in blocks or move[1] in cpu_blocks]
+        self.arriving = [move for move in self.arriving if move not in ending]
+        for _, source, to in ending:
+            self.kv[to] = self.cpu_kv[source].copy()
+        return bool(ending)
 
     def _write(self, batch: Batch) -> None:
         """All writes come before all reads, as within a layer."""

@@ -25,13 +25,13 @@ def prompt_of(length: int, first: int = 0) -> list[int]:
 class Rig:
     """A scheduler, a fake runner, and what every request got."""
 
-    def __init__(self, **config: Any) -> None:
+    def __init__(self, swap_in_steps: int = 0, **config: Any) -> None:
         defaults = {"max_num_seqs": 4, "max_num_batched_tokens": 32, "block_size": 4, "num_blocks": 64}
         # So that a small pool means preemptions; what the forecast does is in test_scheduler_admission.
         defaults["admission_policy"] = "greedy"
         self.config = SchedulerConfig(**(defaults | {"max_model_len": 64} | config))
         self.scheduler = Scheduler(self.config)
-        self.runner = FakeRunner(self.config)
+        self.runner = FakeRunner(self.config, swap_in_steps)
         self.outputs: dict[str, list[int]] = {}
         self.ends: dict[str, tuple[str | None, int | str | None]] = {}
         self.requests: dict[str, Request] = {}

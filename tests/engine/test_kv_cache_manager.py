@@ -57,6 +57,10 @@ def test_cpu_blocks_on_their_way_back_are_not_written_in_that_step() -> None:
     batch = Batch(2)
     manager.end_step(batch)
     assert [source for source, _ in batch.swaps_in] == cpu_blocks
+    assert manager.cpu_pool.num_free == 0  # until it has its KV back
+    manager.end_swap_in(request)
+    assert manager.cpu_pool.num_free == 0
+    manager.end_step(Batch(3))
     assert manager.cpu_pool.num_free == 2
     assert len(request.block_ids) == 3
     assert request.num_computed_tokens == 8

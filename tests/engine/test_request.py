@@ -11,6 +11,7 @@ from tests.engine.rig import make_request
 
 def test_status_and_finish_reason() -> None:
     unfinished = {RequestStatus.WAITING, RequestStatus.RUNNING, RequestStatus.SWAPPED}
+    unfinished.add(RequestStatus.SWAPPING_IN)
     for status in RequestStatus:
         assert status.is_finished == (status not in unfinished)
         assert (status.finish_reason is None) == (status in unfinished)

@@ -338,3 +338,24 @@ def test_nothing_is_pickled_or_hashed_by_python() -> None:
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
         }
         assert "hash" not in called, name
+
+
+@pytest.mark.parametrize("threshold", [0, 8, 10])
+def test_prompts_in_chunks_that_begin_alike_are_computed_once(threshold: int) -> None:
+    rig = Rig(long_prefill_token_threshold=threshold, max_num_batched_tokens=24, num_blocks=64)
+    shared = prompt_of(40)
+    for i in range(4):
+        rig.add(f"r{i}", [*shared, 40 + i], max_tokens=4)
+    rig.run()
+    rig.check_outputs()
+    assert rig.runner.num_computed == 40 + 4 * (1 + 3)
+
+
+def test_prompts_that_begin_alike_under_another_salt_do_not_wait() -> None:
+    rig = Rig(long_prefill_token_threshold=8)
+    for i in range(2):
+        rig.add(f"r{i}", prompt_of(41), max_tokens=1, cache_salt=str(i))
+    rig.step()
+    assert len(rig.batch.requests) == 2
+    rig.run()
+    rig.check_outputs()

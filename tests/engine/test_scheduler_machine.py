@@ -37,11 +37,15 @@ class SchedulerMachine(RuleBasedStateMachine):
         ),
         spare=st.sampled_from([0, 1, 4, 40]),
         overlap=st.integers(0, 2),
+        swap_in_steps=st.integers(0, 3),
     )
-    def start(self, limits: dict[str, Any], spare: int, overlap: int) -> None:
+    def start(self, limits: dict[str, Any], spare: int, overlap: int, swap_in_steps: int) -> None:
         num_blocks = -(-MAX_MODEL_LEN // limits["block_size"]) + spare
-        self.rig = Rig(num_blocks=num_blocks, max_model_len=MAX_MODEL_LEN, **limits)
+        self.rig = Rig(swap_in_steps, num_blocks=num_blocks, max_model_len=MAX_MODEL_LEN, **limits)
         self.scheduler = self.rig.scheduler
+        if swap_in_steps:  # so slow that no step waits for one, and recomputation is slower still
+            self.scheduler.costs.swap_bytes_per_second = 1.0
+            self.scheduler.costs.prefill_tokens_per_second = 1e-9
         self.overlap = overlap
         self.in_flight: list[tuple[Batch, StepOutput]] = []
         self.num_added = 0
@@ -187,7 +191,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert len({request.slot for request in running}) == len(running)
         assert running == sorted(running, key=lambda request: request.urgency)
         for request in running:
-            assert request.status is RequestStatus.RUNNING
+            assert request.status in (RequestStatus.RUNNING, RequestStatus.SWAPPING_IN)
             assert 0 <= request.slot < config.max_num_seqs
             assert 0 < request.num_computed_tokens <= request.capacity
             assert len(request.block_ids) * config.block_size == request.capacity
@@ -195,7 +199,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert waiting == sorted(waiting, key=lambda request: request.urgency)
         assert {*running, *waiting} | {r for r in requests if r.fork_parent is not None} == set(requests)
         for request in requests:
-            assert (request.status is RequestStatus.SWAPPED) == bool(request.cpu_block_ids)
+            on_cpu = request.status is RequestStatus.SWAPPED
+            assert on_cpu == bool(request.cpu_block_ids and not request.block_ids)
+            assert on_cpu or request.status is RequestStatus.SWAPPING_IN or not request.cpu_block_ids
             if not request.block_ids and not request.cpu_block_ids:
                 assert request.num_computed_tokens == 0
         stats = scheduler.stats()
@@ -239,7 +245,8 @@ def run_trace(draw: random.Random) -> None:
         "admission_policy": draw.choice(["forecast", "greedy", "greedy"]),
         "long_prefill_token_threshold": draw.choice([0, 0, 3]),
     }
-    machine.start(limits=limits, spare=draw.choice([0, 0, 1, 3, 8]), overlap=draw.randint(0, 2))
+    spare, overlap, swap_in_steps = draw.choice([0, 0, 1, 3, 8]), draw.randint(0, 2), draw.randint(0, 3)
+    machine.start(limits=limits, spare=spare, overlap=overlap, swap_in_steps=swap_in_steps)
     for _ in range(draw.randint(10, 120)):
         random_call(machine, draw)
         machine.consistent()

@@ -173,8 +173,110 @@ def test_equals_do_not_take_turns_in_evicting_each_other() -> None:
     for oldest in requests:
         while not oldest.finished:
             rig.step()
-            assert oldest.request_id in {work.request_id for work in rig.batch.requests}
+            runs = oldest.request_id in {work.request_id for work in rig.batch.requests}
+            assert runs or oldest.swap_in_step == rig.batch.step
     rig.check_outputs()
     rig.check_all_free()
     assert list(rig.ends) == [f"r{i}" for i in range(6)]
     assert rig.num_preemptions > 0
+
+
+def swapping_in(swap_in_steps: int) -> tuple[Rig, Request]:
+    """A rig in which a request is on its way back to the device, which takes many steps, and others run."""
+    rig = Rig(
+        swap_in_steps,
+        num_blocks=9,
+        num_cpu_blocks=8,
+        max_num_seqs=2,
+        scheduling_policy="priority",
+        preemption_mode="swap",
+        max_model_len=32,
+        enable_prefix_caching=False,
+    )
+    rig.scheduler.costs.swap_bytes_per_second = 1.0
+    rig.add("long", prompt_of(4), max_tokens=20, priority=1)
+    victim = rig.add("victim", prompt_of(8, first=9), max_tokens=8, priority=2)
+    rig.step()
+    rig.add("urgent", prompt_of(4, first=20), max_tokens=2, priority=0)
+    rig.step_until(lambda: victim.status is RequestStatus.SWAPPING_IN)
+    return rig, victim
+
+
+def test_others_run_while_a_swapped_request_comes_back() -> None:
+    rig, victim = swapping_in(swap_in_steps=3)
+    began = rig.batch.step
+    assert rig.batch.swaps_in
+    assert not rig.batch.admitted
+    stats = rig.scheduler.stats()
+    assert (stats.num_running, stats.num_swapped) == (2, 0)
+    while victim.status is RequestStatus.SWAPPING_IN:
+        assert [work.request_id for work in rig.batch.requests] == ["long"]
+        rig.step()
+    assert rig.batch.step == began + 4
+    assert [admitted.request_id for admitted in rig.batch.admitted] == ["victim"]
+    assert rig.runner.num_waits == 0
+    rig.run()
+    rig.check_outputs()
+
+
+def test_a_swapped_request_does_not_wait_if_nobody_else_can_run() -> None:
+    rig, _ = swapping_in(swap_in_steps=1000)
+    rig.run()
+    rig.check_outputs()
+    assert rig.runner.num_waits == 1
+
+
+def test_a_few_blocks_are_waited_for() -> None:
+    """Rather than the request for the next step."""
+    rig, victim = swapping_in(swap_in_steps=1000)
+    rig.scheduler.costs.swap_bytes_per_second = 25e9
+    rig.add("urgent 2", prompt_of(4, first=30), max_tokens=2, priority=0)
+    rig.step_until(lambda: victim.status is RequestStatus.SWAPPED)
+    rig.step_until(lambda: victim.status is RequestStatus.RUNNING)
+    assert rig.batch.swaps_in
+    assert [admitted.request_id for admitted in rig.batch.admitted] == ["victim"]
+    rig.run()
+    rig.check_outputs()
+
+
+def test_abort_of_a_request_on_its_way_back_frees_everything() -> None:
+    rig, victim = swapping_in(swap_in_steps=1000)
+    assert rig.scheduler.abort_request("victim")
+    assert victim.block_ids == victim.cpu_block_ids == []
+    assert rig.scheduler.kv.cpu_pool.num_free == 8
+    rig.run()
+    rig.check_outputs()
+
+
+def test_a_request_that_loses_its_blocks_on_its_way_back_is_swapped_still() -> None:
+    rig, victim = swapping_in(swap_in_steps=1000)
+    on_cpu = victim.cpu_block_ids
+    num_moved = rig.scheduler.counters.num_blocks_swapped_out
+    rig.add("urgent 2", prompt_of(4, first=30), max_tokens=2, priority=0)
+    rig.step()
+    assert victim.status is RequestStatus.SWAPPED
+    assert victim.cpu_block_ids == on_cpu
+    assert rig.scheduler.counters.num_blocks_swapped_out == num_moved
+    rig.run()
+    rig.check_outputs()
+    assert victim.num_preemptions == 2
+
+
+def test_a_prefix_from_the_cpu_holds_up_nobody() -> None:
+    rig = Rig(2, num_blocks=9, num_cpu_blocks=20, max_model_len=32)
+    rig.scheduler.costs.swap_bytes_per_second = 1.0
+    rig.scheduler.costs.prefill_tokens_per_second = 1e-9
+    rig.add("first", prompt_of(16), max_tokens=1)
+    rig.run()
+    rig.add("evicts", prompt_of(26, first=25), max_tokens=6)
+    rig.run()
+    rig.add("other", prompt_of(4, first=40), max_tokens=12)
+    rig.step()
+    again = rig.add("again", prompt_of(16), max_tokens=2)
+    rig.step()
+    assert again.status is RequestStatus.SWAPPING_IN
+    assert again.num_cached_tokens == 12
+    assert rig.batch.requests
+    rig.run()
+    rig.check_outputs()
+    assert rig.runner.num_waits == 0

@@ -132,3 +132,34 @@ def test_two_urgent_ones_displace_two() -> None:
     rig.run()
     rig.check_outputs()
     assert list(rig.ends) == ["x", "y", "b", "a"]
+
+
+@pytest.mark.parametrize("chunked", [True, False])
+def test_less_urgent_prompts_take_little_of_a_step_beside_an_urgent_one(chunked: bool) -> None:
+    """Its first token comes at the end of the step, and every token of a prompt makes the step longer."""
+    rig = priority_rig(
+        max_num_seqs=4,
+        max_num_batched_tokens=4096,
+        max_model_len=4096,
+        num_blocks=4096,
+        enable_chunked_prefill=chunked,
+    )
+    rig.add("decoding", prompt_of(4), max_tokens=40, priority=2)
+    rig.step()
+    rig.add("urgent", prompt_of(100, first=5), max_tokens=2, priority=0)
+    rig.add("long", prompt_of(3000, first=9), max_tokens=2, priority=1)
+    rig.step()
+    beside = {"long": 256} if chunked else {}
+    assert {work.request_id: work.num_tokens for work in rig.batch.requests} == {
+        "urgent": 100,
+        "decoding": 1,
+        **beside,
+    }
+    rig.step()
+    assert {work.request_id: work.num_tokens for work in rig.batch.requests} == {
+        "urgent": 1,
+        "decoding": 1,
+        "long": 2744 if chunked else 3000,
+    }
+    rig.run()
+    rig.check_outputs()

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pagedinfer.engine.batch import Batch, ScheduledRequest
+from pagedinfer.engine.batch import AdmittedRequest, Batch, ScheduledRequest
 from pagedinfer.runner.kv_cache import KVCache, KVCacheShape
+from pagedinfer.sampling_params import SamplingParams
 
 SHAPE = KVCacheShape(num_layers=3, num_kv_heads=2, block_size=8, head_dim=64, dtype=torch.float32)
 
@@ -18,6 +19,10 @@ def make_cache(device: torch.device) -> KVCache:
     for i in range(4):
         cache.cpu_blocks[i] = 20.0 + i
     return cache
+
+
+def resumed(block_ids: list[int]) -> AdmittedRequest:
+    return AdmittedRequest("a", 0, [1, 2], 1, block_ids, SamplingParams(), seed=0)
 
 
 def contents(blocks: torch.Tensor) -> list[float]:
@@ -76,9 +81,10 @@ def test_steps_do_not_overtake_the_swaps_that_they_depend_on() -> None:
         request = ScheduledRequest("a", 0, start=0, num_tokens=1, sample=True, new_block_ids=taken)
         cache.move(Batch(step=1, requests=[request]))
         cache.blocks[taken] = -1.0
-        cache.move(Batch(step=2, swaps_in=back))
+        cache.move(Batch(step=2, swaps_in=back, admitted=[resumed(list(range(128, 256)))]))
         assert torch.equal(cache.blocks[128:], (ids + turn).expand_as(cache.blocks[128:]))
         cache.move(Batch(step=3, requests=[request], copies=[(255, block) for block in range(128)]))
+        assert cache.swaps_in_done == 3
     torch.cuda.synchronize()
     timings = cache.take_swap_timings()
     assert len(timings) == 16
@@ -87,8 +93,31 @@ def test_steps_do_not_overtake_the_swaps_that_they_depend_on() -> None:
 
 
 @pytest.mark.gpu
-def test_a_swap_out_does_not_hold_up_a_step() -> None:
-    """A gigabyte leaves while a step that needs none of its blocks is over long before it."""
+def test_the_directions_do_not_overtake_each_other() -> None:
+    """Blocks that are fetched, given up and taken for something else before they have arrived."""
+    shape = KVCacheShape(num_layers=8, num_kv_heads=8, block_size=16, head_dim=128, dtype=torch.bfloat16)
+    cache = KVCache(shape, num_blocks=1024, num_cpu_blocks=1536, device=torch.device("cuda"))
+    for turn in range(4):
+        cache.blocks[:512] = 1.0 + turn
+        cache.move(Batch(step=0, swaps_out=[(i, i) for i in range(512)]))
+        cache.move(Batch(step=1, swaps_in=[(i, 512 + i) for i in range(512)]))
+        # What is arriving leaves for other CPU blocks, and those that it came from are written anew.
+        cache.move(Batch(step=2, swaps_out=[(512 + i, 512 + i) for i in range(512)]))
+        cache.blocks[:512] = -1.0
+        cache.move(Batch(step=3, swaps_out=[(i, i) for i in range(512)]))
+        cache.move(Batch(step=4, swaps_in=[(512 + i, i) for i in range(512)]))
+        assert cache.swaps_in_done < 4
+        cache.move(Batch(step=5, admitted=[resumed(list(range(1024)))]))
+        assert (cache.blocks == 1.0 + turn).all()
+        assert cache.swaps_in_done == 5
+        assert (cache.cpu_blocks[:512] == -1.0).all()
+        assert (cache.cpu_blocks[512:1024] == 1.0 + turn).all()
+    cache.close()
+
+
+@pytest.mark.gpu
+def test_a_swap_does_not_hold_up_a_step() -> None:
+    """A gigabyte moves while a step that needs none of its blocks is over long before it."""
     shape = KVCacheShape(num_layers=8, num_kv_heads=8, block_size=16, head_dim=128, dtype=torch.bfloat16)
     cache = KVCache(shape, num_blocks=2048, num_cpu_blocks=2048, device=torch.device("cuda"))
     for _ in range(2):  # the first time anything may be slow
@@ -96,8 +125,18 @@ def test_a_swap_out_does_not_hold_up_a_step() -> None:
         cache.take_swap_timings()
         cache.move(Batch(step=0, swaps_out=[(block, block) for block in range(2048)]))
         torch.cuda.current_stream().synchronize()
-        still_under_way = cache.take_swap_timings() == []
-    assert still_under_way
-    torch.cuda.synchronize()
-    assert len(cache.take_swap_timings()) == 1
+        out_is_under_way = sum(count for count, _ in cache.take_swap_timings()) < 2048
+        torch.cuda.synchronize()
+        assert cache.swaps_in_done == 0
+        cache.take_swap_timings()
+        cache.move(Batch(step=1, swaps_in=[(block, block) for block in range(2048)]))
+        torch.cuda.current_stream().synchronize()
+        in_is_under_way = cache.take_swap_timings() == []
+        assert cache.swaps_in_done == 0
+        torch.cuda.synchronize()
+        assert cache.swaps_in_done == 1
+        assert [count for count, _ in cache.take_swap_timings()] == [2048]
+        cache.move(Batch(step=0))
+    assert out_is_under_way
+    assert in_is_under_way
     cache.close()
