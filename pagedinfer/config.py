@@ -11,6 +11,8 @@ from typing import Any, Literal
 
 BLOCK_SIZES = (8, 16, 32, 64)
 DTYPES = ("float32", "float16", "bfloat16")
+MAX_NUM_SEQS = 1 << 16  # each has its own row in tables on the device and on the host
+MAX_NUM_BATCHED_TOKENS = 1 << 24
 _DTYPE_ALIASES = {"float": "float32", "half": "float16"}
 
 
@@ -40,13 +42,15 @@ class EngineConfig:
     max_model_len: int | None = None  # tokens
     max_num_seqs: int | None = None  # requests
     max_num_batched_tokens: int | None = None  # tokens a step
+    enable_chunked_prefill: bool = True
     enable_prefix_caching: bool = True
     scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
     long_prefill_token_threshold: int = 0  # tokens a step; 0: no cap
+    watermark: float = 0.0  # share of the KV cache, in [0, 1)
     preemption_mode: Literal["auto", "swap", "recompute"] = "auto"
     swap_space: float | None = None  # GiB of CPU memory
     enforce_eager: bool = False
-    async_scheduling: bool | None = None  # None: with a GPU
+    async_scheduling: bool | None = None  # None: with a GPU, unless by priority
     max_logprobs: int = 20  # -1: no limit
     logprobs_mode: Literal["raw_logprobs", "processed_logprobs"] = "raw_logprobs"
     generation_config: str = "auto"  # "auto", "vllm" or a folder
@@ -56,7 +60,12 @@ class EngineConfig:
         _check_path("model", self.model)
         if self.tokenizer is not None:
             _check_path("tokenizer", self.tokenizer)
-        for name in ("skip_tokenizer_init", "enable_prefix_caching", "enforce_eager"):
+        for name in (
+            "skip_tokenizer_init",
+            "enable_chunked_prefill",
+            "enable_prefix_caching",
+            "enforce_eager",
+        ):
             _check_bool(name, getattr(self, name))
         if self.async_scheduling is not None:
             _check_bool("async_scheduling", self.async_scheduling)
@@ -67,19 +76,20 @@ class EngineConfig:
         _check_choice("preemption_mode", self.preemption_mode, ("auto", "swap", "recompute"))
         _check_int("seed", self.seed, 0, 2**64 - 1)
         _check_float("gpu_memory_utilization", self.gpu_memory_utilization, 0.0, 1.0, above_low=True)
-        for name, unit in (
-            ("kv_cache_memory_bytes", "bytes"),
-            ("num_gpu_blocks_override", "blocks"),
-            ("max_model_len", "tokens"),
-            ("max_num_seqs", "requests"),
-            ("max_num_batched_tokens", "tokens"),
+        for name, high, unit in (
+            ("kv_cache_memory_bytes", None, "bytes"),
+            ("num_gpu_blocks_override", None, "blocks"),
+            ("max_model_len", None, "tokens"),
+            ("max_num_seqs", MAX_NUM_SEQS, "requests"),
+            ("max_num_batched_tokens", MAX_NUM_BATCHED_TOKENS, "tokens"),
         ):
             if getattr(self, name) is not None:
-                _check_int(name, getattr(self, name), 1, unit=unit)
+                _check_int(name, getattr(self, name), 1, high, unit=unit)
         if not isinstance(self.block_size, int) or self.block_size not in BLOCK_SIZES:
             sizes = ", ".join(map(str, BLOCK_SIZES))
             raise ValueError(f"block_size must be one of {sizes} tokens, got {self.block_size!r}")
         _check_int("long_prefill_token_threshold", self.long_prefill_token_threshold, 0, unit="tokens")
+        _check_float("watermark", self.watermark, 0.0, 1.0, below_high=True)
         _check_choice("logprobs_mode", self.logprobs_mode, ("raw_logprobs", "processed_logprobs"))
         _check_int("max_logprobs", self.max_logprobs, -1)
         _check_path("generation_config", self.generation_config)
@@ -119,14 +129,22 @@ def _check_int(name: str, value: Any, low: int, high: int | None = None, *, unit
 
 
 def _check_float(
-    name: str, value: Any, low: float, high: float, *, above_low: bool = False, unit: str = ""
+    name: str,
+    value: Any,
+    low: float,
+    high: float,
+    *,
+    above_low: bool = False,
+    below_high: bool = False,
+    unit: str = "",
 ) -> None:
     right = isinstance(value, int | float) and not isinstance(value, bool)
     right = right and abs(value) <= sys.float_info.max  # neither NaN nor too large an integer
-    if not right or not low <= value <= high or (above_low and value == low):
+    on_edge = right and ((above_low and value == low) or (below_high and value == high))
+    if not right or not low <= value <= high or on_edge:
         where = (
             f"of at least {low:g}"
             if high == math.inf
-            else f"in {'(' if above_low else '['}{low:g}, {high:g}]"
+            else f"in {'(' if above_low else '['}{low:g}, {high:g}{')' if below_high else ']'}"
         )
         raise ValueError(f"{name} must be a number {where}{' ' * bool(unit)}{unit}, got {value!r}")

@@ -58,10 +58,14 @@ class LLM:
         max_num_seqs: most requests that run at the same time. By default 1024 on a GPU of 70 GiB and more,
             256 otherwise.
         max_num_batched_tokens: most tokens that one step computes; a longer prompt is computed in chunks.
-            By default 16384 on a GPU of 70 GiB and more, 8192 on others, 2048 on a CPU.
+            By default 16384 on a GPU of 70 GiB and more, 8192 on others, 2048 on a CPU and under
+            scheduling_policy="priority", where an urgent request waits for the step under way.
+        enable_chunked_prefill: False computes a prompt in one step or not yet; a step then has room for the
+            longest.
         enable_prefix_caching: reuse the KV of prompts that begin with the same tokens.
         scheduling_policy: "fcfs", first come first served, or "priority", by `generate`'s `priority`.
         long_prefill_token_threshold: most tokens of one prompt in one step while others run; 0: no limit.
+        watermark: share, in [0, 1), of the KV cache that admission leaves free for the requests that run.
         preemption_mode: what happens to a running request whose blocks another one needs: "swap" moves them
             to CPU memory, "recompute" drops them, "auto" takes the cheaper.
         swap_space: GiB of CPU memory to swap to. By default 4 with a GPU, 0 without.
@@ -69,7 +73,8 @@ class LLM:
             steps of decodes alone. It saves the time and memory of capturing; small batches are slower.
         async_scheduling: schedule and launch a step while the device computes the one before, so that it
             never waits for the host. By default on with a GPU; a CPU computes in the thread that schedules,
-            and would gain nothing. The outputs are the same.
+            and would gain nothing. By default off under scheduling_policy="priority": an urgent request would
+            find one more step in front of it. The outputs are the same.
         max_logprobs: the most log-probabilities that a request may ask for at a position; -1: no limit.
         logprobs_mode: what `logprobs` are of: "raw_logprobs", the model's distribution, or
             "processed_logprobs", what is drawn from, after penalties, temperature and filters. Those of
@@ -104,9 +109,11 @@ class LLM:
         max_model_len: int | None = None,
         max_num_seqs: int | None = None,
         max_num_batched_tokens: int | None = None,
+        enable_chunked_prefill: bool = True,
         enable_prefix_caching: bool = True,
         scheduling_policy: Literal["fcfs", "priority"] = "fcfs",
         long_prefill_token_threshold: int = 0,
+        watermark: float = 0.0,
         preemption_mode: Literal["auto", "swap", "recompute"] = "auto",
         swap_space: float | None = None,
         enforce_eager: bool = False,
@@ -133,9 +140,11 @@ class LLM:
             max_model_len=max_model_len,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
+            enable_chunked_prefill=enable_chunked_prefill,
             enable_prefix_caching=enable_prefix_caching,
             scheduling_policy=scheduling_policy,
             long_prefill_token_threshold=long_prefill_token_threshold,
+            watermark=watermark,
             preemption_mode=preemption_mode,
             swap_space=swap_space,
             enforce_eager=enforce_eager,
@@ -303,6 +312,7 @@ class LLM:
     ) -> list[RequestOutput]:
         """Runs requests to their ends. `add` queues that of a prompt, by id and the prompt's index."""
         engine = self.llm_engine
+        engine.check_open()
         outputs: dict[str, RequestOutput | None] = {}
         unfinished: set[str] = set()
 

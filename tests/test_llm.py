@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 import shutil
 import signal
@@ -64,7 +65,7 @@ def test_an_unknown_parameter_is_a_type_error_with_a_suggestion() -> None:
 
 
 def test_a_parameter_is_checked_before_anything_is_loaded() -> None:
-    with pytest.raises(ValueError, match="max_num_seqs must be an integer at least 1"):
+    with pytest.raises(ValueError, match="max_num_seqs must be an integer from 1 to 65536"):
         LLM("there is no such folder", max_num_seqs=0)
 
 
@@ -529,5 +530,36 @@ def test_closing_gives_the_memory_back_and_ends_its_use(tiny_llama: TinyModel) -
     llm.close()
     llm.close()
     assert before - resident() > 250 * MIB
-    with pytest.raises(RuntimeError, match="closed"):
-        llm.generate("a", GREEDY, use_tqdm=False)
+    for prompts in ("a", []):
+        with pytest.raises(RuntimeError, match="closed"):
+            llm.generate(prompts, GREEDY, use_tqdm=False)
+
+
+def test_prompts_in_one_step_and_room_to_spare(tiny_llama: TinyModel) -> None:
+    """A prompt that is longer than the default budget; the watermark keeps the second one waiting."""
+    options = OPTIONS | {"max_num_batched_tokens": None, "num_gpu_blocks_override": 32, "max_model_len": 64}
+    with LLM(tiny_llama.path, **options, enable_chunked_prefill=False, watermark=0.9) as llm:
+        config = llm.llm_engine.scheduler.config
+        assert (config.enable_chunked_prefill, config.watermark) == (False, 0.9)
+        engine = llm.llm_engine
+        for name in "ab":
+            engine.add_request(name, {"prompt_token_ids": [5] * 40}, GREEDY)
+        engine.step()
+        assert (llm.get_metrics().num_running, llm.get_metrics().num_waiting) == (1, 1)
+        while engine.has_unfinished_requests():
+            engine.step()
+    with pytest.raises(ValueError, match="without chunked prefill"):
+        LLM(tiny_llama.path, **options | {"max_num_batched_tokens": 16}, enable_chunked_prefill=False)
+
+
+def test_collections_skip_what_was_there_before(tiny_llama: TinyModel) -> None:
+    """A full garbage collection in the middle of a step takes longer than the step."""
+    before = gc.get_freeze_count()
+    llm = LLM(tiny_llama.path, **OPTIONS)
+    assert gc.get_freeze_count() > 10_000
+    llm.close()
+    assert gc.get_freeze_count() <= before
+    llm = LLM(tiny_llama.path, **OPTIONS)
+    assert gc.get_freeze_count() > 10_000
+    del llm  # nor does it hold on to an engine that is not closed
+    assert gc.get_freeze_count() <= before

@@ -28,6 +28,7 @@ from pagedinfer.runner.profile import GpuMemoryMeter, largest_batch, margin
 logger = get_logger(__name__)
 
 _LARGE_GPU = 70 * GIB
+_TOKENS_BY_PRIORITY = 2048
 _DEFAULT_SWAP_SPACE = 4 * GIB
 _LEAST_GRAPH_BYTES = MIB // 2
 _CAPTURE_SECONDS = 3.0  # at the start; graphs that are left are captured when they are first needed
@@ -122,7 +123,12 @@ class Worker:
             seqs, tokens = 1024, 16384
         else:
             seqs, tokens = 256, 8192
-        return self._config.max_num_seqs or seqs, self._config.max_num_batched_tokens or tokens
+        config = self._config
+        if config.scheduling_policy == "priority":  # an urgent request waits for the step under way
+            tokens = min(tokens, _TOKENS_BY_PRIORITY)
+        if not config.enable_chunked_prefill:
+            tokens = max(tokens, config.max_model_len or self._model_config.max_model_len)
+        return config.max_num_seqs or seqs, config.max_num_batched_tokens or tokens
 
     def _memory(self) -> Memory:
         """The device's memory; on a GPU what was free when the worker was made."""
