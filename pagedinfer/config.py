@@ -13,6 +13,7 @@ BLOCK_SIZES = (8, 16, 32, 64)
 DTYPES = ("float32", "float16", "bfloat16")
 MAX_NUM_SEQS = 1 << 16  # each has its own row in tables on the device and on the host
 MAX_NUM_BATCHED_TOKENS = 1 << 24
+LOAD_FORMATS = ("auto", "safetensors", "pt", "dummy")
 _DTYPE_ALIASES = {"float": "float32", "half": "float16"}
 
 
@@ -32,7 +33,7 @@ class EngineConfig:
     tokenizer: str | None = None  # a folder; None: the model's
     skip_tokenizer_init: bool = False
     dtype: str = "auto"  # "auto" or one of DTYPES
-    load_format: Literal["auto", "safetensors", "dummy"] = "auto"
+    load_format: Literal["auto", "safetensors", "pt", "dummy"] = "auto"
     device: Literal["auto", "cuda", "cpu"] = "auto"
     seed: int = 0  # 64 bits
     gpu_memory_utilization: float = 0.92  # share of the free GPU memory, in (0, 1]
@@ -70,7 +71,7 @@ class EngineConfig:
         if self.async_scheduling is not None:
             _check_bool("async_scheduling", self.async_scheduling)
         _check_choice("dtype", self.dtype, ("auto", *DTYPES))
-        _check_choice("load_format", self.load_format, ("auto", "safetensors", "dummy"))
+        _check_choice("load_format", self.load_format, LOAD_FORMATS)
         _check_choice("device", self.device, ("auto", "cuda", "cpu"))
         _check_choice("scheduling_policy", self.scheduling_policy, ("fcfs", "priority"))
         _check_choice("preemption_mode", self.preemption_mode, ("auto", "swap", "recompute"))

@@ -42,8 +42,9 @@ class LLM:
         skip_tokenizer_init: load no tokenizer. Prompts are then token ids, and outputs have no text.
         dtype: of weights, activations and KV cache: "float32", "float16" or "bfloat16". "auto": the
             checkpoint's, but float32 on a CPU that does not compute in that.
-        load_format: "safetensors", or "dummy" for random weights, for which config.json is enough. "auto":
-            what the folder has.
+        load_format: "safetensors"; "pt" for .bin files, read so that nothing in them can run; or "dummy" for
+            random weights, for which config.json is enough. "auto": safetensors where there are any, and .bin
+            files else.
         device: "cuda", "cpu", or "auto": the GPU if there is one that can be used.
         seed: of the requests that bring none of their own: 64 bits, unsigned. The same requests, in the
             same order, to an engine with the same seed give the same tokens.
@@ -99,7 +100,7 @@ class LLM:
         tokenizer: str | None = None,
         skip_tokenizer_init: bool = False,
         dtype: str = "auto",
-        load_format: Literal["auto", "safetensors", "dummy"] = "auto",
+        load_format: Literal["auto", "safetensors", "pt", "dummy"] = "auto",
         device: Literal["auto", "cuda", "cpu"] = "auto",
         seed: int = 0,
         gpu_memory_utilization: float = 0.92,

@@ -1,26 +1,24 @@
-"""Fills a model's weights from a checkpoint's safetensors files, or with random numbers."""
+"""Fills a model's weights from a checkpoint's files, or with random numbers."""
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from tqdm import tqdm
 
+from pagedinfer.config import LOAD_FORMATS
 from pagedinfer.errors import WeightsError
 from pagedinfer.logging import get_logger
 from pagedinfer.models.causal_lm import CausalLM
+from pagedinfer.models.checkpoint import CheckpointFile, find_files, shorten
+from pagedinfer.models.upload import Uploader
 
 logger = get_logger(__name__)
 
-LOAD_FORMATS = ("auto", "safetensors", "dummy")
-_INDEX = "model.safetensors.index.json"
-_SINGLE = "model.safetensors"
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -29,14 +27,14 @@ def load_weights(
 ) -> None:
     """Fills all weights of a model.
 
-    Only the files that the index lists are read, or model.safetensors where there is no index. Each tensor
-    is mapped and copied straight to where it belongs, and converted to the model's dtype on the way.
+    Only the files that the index lists are read, or the single one where there is no index. Each tensor is
+    mapped and copied straight to where it belongs, and converted to the model's dtype on the way.
 
     Args:
         model: from `build_model`.
         path: the checkpoint's folder.
-        load_format: "auto" and "safetensors" read the folder; "dummy" makes small random weights on the
-            device, for benchmarks.
+        load_format: "safetensors"; "pt", .bin files; "auto", .bin files only where there are no safetensors;
+            or "dummy", small random weights made on the device, for benchmarks.
         seed: of the dummy weights.
         use_tqdm: show a progress bar.
 
@@ -50,7 +48,7 @@ def load_weights(
     if load_format == "dummy":
         _fill_randomly(model, seed)
     else:
-        _load_safetensors(model, _find_files(Path(path)), use_tqdm)
+        _load_files(model, find_files(Path(path), load_format), use_tqdm)
 
 
 def checkpoint_tensors(model: CausalLM) -> dict[str, Tensor]:
@@ -70,47 +68,36 @@ def checkpoint_tensors(model: CausalLM) -> dict[str, Tensor]:
     return destinations
 
 
-def _find_files(folder: Path) -> dict[Path, set[str] | None]:
-    """The files to read, each with the names to take from it; None: all that it holds."""
-    index = folder / _INDEX
-    if not index.exists():
-        single = folder / _SINGLE
-        if not single.exists():
-            raise WeightsError(f"there is neither {_INDEX} nor {_SINGLE} in {str(folder)!r}")
-        return {single: None}
-    try:
-        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        files: dict[Path, set[str] | None] = {}
-        for tensor, file in weight_map.items():
-            if Path(file).name != file:
-                raise WeightsError(f"{index} lists {file!r}, which is not the name of a file beside it")
-            names = files.setdefault(folder / file, set())
-            assert names is not None
-            names.add(tensor)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise WeightsError(f"{index} is not an index of safetensors files: {error!r}") from None
-    missing = [file.name for file in files if not file.exists()]
-    if missing:
-        raise WeightsError(f"{index} lists files that are not there: {', '.join(sorted(missing))}")
-    return files
-
-
-def _load_safetensors(model: CausalLM, files: Mapping[Path, set[str] | None], use_tqdm: bool) -> None:
-    found = _names(files)
+def _load_files(model: CausalLM, files: list[CheckpointFile], use_tqdm: bool) -> None:
+    found = {name: file for file in files for name in file.names()}
     ours = _names_in_model(model, found)
     _untie_if_stored_differently(model, {ours[name]: (name, file) for name, file in found.items()})
     destinations = checkpoint_tensors(model)
-    _check_names(model, destinations, found, ours)
+    _check_names(model, files[0].path.parent, destinations, found, ours)
     narrowed = False
-    with tqdm(total=len(destinations), desc="Loading weights", unit="tensor", disable=not use_tqdm) as bar:
+    device = model.lm_head.weight.device
+    total = sum(destination.nbytes for destination in destinations.values())
+    with (
+        tqdm(
+            total=total,
+            desc="Loading weights",
+            unit="B",
+            unit_scale=True,
+            unit_divisor=1024,
+            disable=not use_tqdm,
+        ) as bar,
+        Uploader(device) as uploader,
+    ):
         for file in files:
-            with _open(file) as tensors:
-                for name in tensors.keys():  # noqa: SIM118 - not a mapping
-                    if found.get(name) == file and ours[name] in destinations:
-                        source, destination = tensors.get_tensor(name), destinations[ours[name]]
-                        _copy(source, destination, name, file)
-                        narrowed |= (source.dtype, destination.dtype) == (torch.bfloat16, torch.float16)
-                        bar.update()
+            wanted = [name for name in found if found[name] is file and ours[name] in destinations]
+            with file.open() as tensors:
+                for name in wanted:
+                    source, destination = tensors.get(name), destinations[ours[name]]
+                    _check(source, destination, name, file)
+                    narrowed |= (source.dtype, destination.dtype) == (torch.bfloat16, torch.float16)
+                    uploader.copy(source, destination)
+                    bar.update(destination.nbytes)
+                uploader.finish()
     if narrowed:
         logger.warning(
             "the checkpoint is in bfloat16 and was asked for as float16, which has a smaller range: large "
@@ -118,7 +105,7 @@ def _load_safetensors(model: CausalLM, files: Mapping[Path, set[str] | None], us
         )
 
 
-def _names_in_model(model: CausalLM, found: Mapping[str, Path]) -> dict[str, str]:
+def _names_in_model(model: CausalLM, found: Mapping[str, CheckpointFile]) -> dict[str, str]:
     """What each tensor would be called had the checkpoint been saved with its head."""
     prefix = model.base_prefix
     if any(name.startswith(prefix) for name in found):
@@ -127,73 +114,54 @@ def _names_in_model(model: CausalLM, found: Mapping[str, Path]) -> dict[str, str
 
 
 def _check_names(
-    model: CausalLM, destinations: Mapping[str, Tensor], found: Mapping[str, Path], ours: Mapping[str, str]
+    model: CausalLM,
+    folder: Path,
+    destinations: Mapping[str, Tensor],
+    found: Mapping[str, CheckpointFile],
+    ours: Mapping[str, str],
 ) -> None:
     unused = [*model.ignored_tensors, *(["lm_head\\.weight"] if "lm_head.weight" not in destinations else [])]
     ignored = re.compile("|".join(f"(?:{pattern})" for pattern in unused))
     missing = sorted(set(destinations) - set(ours.values()))
     unexpected = sorted(
-        f"{name} ({file.name})"
+        f"{name} ({file.path.name})"
         for name, file in found.items()
         if ours[name] not in destinations and not ignored.fullmatch(ours[name])
     )
     problems = [
-        f"{kind}: {_listed(names)}"
+        f"{kind}: {shorten(names)}"
         for kind, names in (("missing", missing), ("unexpected", unexpected))
         if names
     ]
     if problems:
-        folder = next(iter(found.values())).parent
         raise WeightsError(
             f"the tensors in {str(folder)!r} are not those of {type(model).__name__}: {'; '.join(problems)}"
         )
 
 
-def _names(files: Mapping[Path, set[str] | None]) -> dict[str, Path]:
-    """Which file holds each tensor."""
-    found: dict[str, Path] = {}
-    for file, listed in files.items():
-        with _open(file) as tensors:
-            names = set(tensors.keys())
-        absent = sorted((listed or set()) - names)
-        if absent:
-            raise WeightsError(f"{file} lacks tensors that the index lists for it: {_listed(absent)}")
-        found |= dict.fromkeys(names if listed is None else listed, file)
-    return found
-
-
-def _open(file: Path) -> safe_open:
-    try:
-        return safe_open(file, framework="pt", device="cpu")
-    except (SafetensorError, OSError) as error:
-        raise WeightsError(f"{file} is not a whole safetensors file: {error}") from None
-
-
-def _copy(source: Tensor, destination: Tensor, name: str, file: Path) -> None:
+def _check(source: Tensor, destination: Tensor, name: str, file: CheckpointFile) -> None:
     if source.dtype not in _DTYPES:
-        raise WeightsError(f"{name} in {file} is {source.dtype}; supported are float32, float16, bfloat16")
+        raise WeightsError(
+            f"{name} in {file.path} is {source.dtype}; supported are float32, float16, bfloat16"
+        )
     if source.shape != destination.shape:
         raise WeightsError(
-            f"{name} in {file} has shape {list(source.shape)}, the model's has {list(destination.shape)}"
+            f"{name} in {file.path} has shape {list(source.shape)}, the model's has {list(destination.shape)}"
         )
-    destination.copy_(source)
 
 
-def _untie_if_stored_differently(model: CausalLM, found: Mapping[str, tuple[str, Path]]) -> None:
+def _untie_if_stored_differently(model: CausalLM, found: Mapping[str, tuple[str, CheckpointFile]]) -> None:
     """Some checkpoints say that the head is tied and store one that is not the embedding: take theirs."""
     embedding = next(
         (name for name, weight in checkpoint_tensors(model).items() if weight is model.lm_head.weight), None
     )
     if embedding in (None, "lm_head.weight") or not {embedding, "lm_head.weight"} <= found.keys():
         return
-    stored = []
-    for name in (embedding, "lm_head.weight"):
-        assert name is not None
-        original, file = found[name]
-        with _open(file) as tensors:
-            stored.append(tensors.get_tensor(original))
-    if not torch.equal(*stored):
-        model.lm_head.untie()
+    assert embedding is not None
+    (ours, one), (theirs, other) = found[embedding], found["lm_head.weight"]
+    with one.open() as tensors, other.open() as others:
+        if not torch.equal(tensors.get(ours), others.get(theirs)):
+            model.lm_head.untie()
 
 
 def _fill_randomly(model: CausalLM, seed: int) -> None:
@@ -206,8 +174,3 @@ def _fill_randomly(model: CausalLM, seed: int) -> None:
             parameter.normal_(std=0.02, generator=generator)
         else:
             parameter.fill_(1.0 if name.endswith("weight") else 0.0)
-
-
-def _listed(names: list[str], at_most: int = 10) -> str:
-    shown = ", ".join(names[:at_most])
-    return shown if len(names) <= at_most else f"{shown} and {len(names) - at_most} more"

@@ -1,0 +1,184 @@
+"""The files of a checkpoint, of any format, and the tensors in them."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import zipfile
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from pagedinfer.errors import WeightsError
+
+_INDEXED = {
+    "safetensors": ("model.safetensors.index.json", "model.safetensors"),
+    "pt": ("pytorch_model.bin.index.json", "pytorch_model.bin"),
+}
+
+
+class OpenFile(ABC):
+    """A file whose tensors can be had by name."""
+
+    @abstractmethod
+    def names(self) -> list[str]:
+        """Of all tensors in the file, in the order in which they lie there where that is known."""
+
+    @abstractmethod
+    def get(self, name: str) -> Tensor:
+        """On the CPU, as the file has it: mapped where the format allows it, so that nothing is read yet."""
+
+
+class CheckpointFile:
+    """One file; `listed` are the tensors that the index takes from it, None all that it holds."""
+
+    def __init__(self, path: Path, listed: set[str] | None = None) -> None:
+        self.path = path
+        self.listed = listed
+
+    @contextmanager
+    def open(self) -> Iterator[OpenFile]:
+        """Opens it for as long as the context lasts, and its tensors are used no longer than that.
+
+        Raises:
+            WeightsError: it is damaged, or holds something else than tensors.
+        """
+        raise NotImplementedError
+        yield
+
+    def names(self) -> list[str]:
+        """Of the tensors to take from it, in the order in which they are read best.
+
+        Raises:
+            WeightsError: it lacks one that is listed.
+        """
+        with self.open() as opened:
+            held = opened.names()
+        if self.listed is None:
+            return held
+        absent = sorted(self.listed.difference(held))
+        if absent:
+            raise WeightsError(f"{self.path} lacks tensors that the index lists for it: {shorten(absent)}")
+        return [name for name in held if name in self.listed]
+
+
+class SafetensorsFile(CheckpointFile):
+    """Mapped; the library checks the header and the length."""
+
+    @contextmanager
+    def open(self) -> Iterator[OpenFile]:
+        try:
+            opened = safe_open(self.path, framework="pt", device="cpu")
+        except (SafetensorError, OSError) as error:
+            raise WeightsError(f"{self.path} is not a whole safetensors file: {error}") from None
+        with opened as tensors:
+            yield _OpenSafetensors(tensors)
+
+
+class _OpenSafetensors(OpenFile):
+    def __init__(self, tensors: Any) -> None:
+        self._tensors = tensors
+
+    def names(self) -> list[str]:
+        return list(self._tensors.offset_keys())
+
+    def get(self, name: str) -> Tensor:
+        tensor: Tensor = self._tensors.get_tensor(name)
+        return tensor
+
+
+class TorchFile(CheckpointFile):
+    """What torch.save wrote: a pickle, read by the reader that builds tensors and runs nothing."""
+
+    @contextmanager
+    def open(self) -> Iterator[OpenFile]:
+        yield _OpenMapping(self.path, self._load())
+
+    def _load(self) -> Any:
+        try:
+            # Files from before torch 1.6 are not zip archives and cannot be mapped.
+            mapped = zipfile.is_zipfile(self.path)
+            return torch.load(self.path, map_location="cpu", weights_only=True, mmap=mapped)
+        except pickle.UnpicklingError as error:
+            _refuse_pickle(self.path, error)
+        except (RuntimeError, OSError, EOFError, ValueError, KeyError) as error:
+            reason = str(error).partition("\n")[0] or type(error).__name__
+            raise WeightsError(f"{self.path} is not a whole file of torch.save: {reason}") from None
+
+
+def _refuse_pickle(path: Path, error: Exception) -> NoReturn:
+    if path.stat().st_size == 0 or "Weights only load failed" not in str(error):
+        raise WeightsError(f"{path} is not a whole file of torch.save: {error}") from None
+    raise WeightsError(
+        f"{path} holds more than tensors, and reading that could run code of somebody else's; it is refused. "
+        f"Use the checkpoint's safetensors, or convert it where you trust it"
+    ) from None
+
+
+class _OpenMapping(OpenFile):
+    def __init__(self, path: Path, content: Any) -> None:
+        if not isinstance(content, Mapping) or not all(isinstance(name, str) for name in content):
+            raise WeightsError(f"{path} must hold a dict of tensors, got {type(content).__name__}")
+        for name, tensor in content.items():
+            if not isinstance(tensor, Tensor) or tensor.layout is not torch.strided:
+                kind = tensor.layout if isinstance(tensor, Tensor) else type(tensor).__name__
+                raise WeightsError(f"{name} in {path} must be a dense tensor, got {kind}")
+        self._content = content
+
+    def names(self) -> list[str]:
+        return list(self._content)
+
+    def get(self, name: str) -> Tensor:
+        tensor: Tensor = self._content[name]
+        return tensor
+
+
+def find_files(path: Path, load_format: str = "auto") -> list[CheckpointFile]:
+    """The files of a checkpoint to read: those that its index lists, or the single one without an index.
+
+    Args:
+        path: the checkpoint's folder.
+        load_format: one of config.LOAD_FORMATS, except "dummy".
+
+    Raises:
+        WeightsError: there are none of that format, the index is damaged, or lists files that are not there.
+    """
+    formats = ("safetensors", "pt") if load_format == "auto" else (load_format,)
+    for each in formats:
+        index, single = (path / name for name in _INDEXED[each])
+        kind = SafetensorsFile if each == "safetensors" else TorchFile
+        if index.exists():
+            return [kind(file, listed) for file, listed in _read_index(index).items()]
+        if single.exists():
+            return [kind(single)]
+    wanted = " nor ".join(name for each in formats for name in _INDEXED[each])
+    raise WeightsError(f"there is neither {wanted} in {str(path)!r}")
+
+
+def _read_index(index: Path) -> dict[Path, set[str]]:
+    """Which tensors an index takes from which file beside it."""
+    files: dict[Path, set[str]] = {}
+    try:
+        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        for tensor, file in weight_map.items():
+            if Path(file).name != file:
+                raise WeightsError(f"{index} lists {file!r}, which is not the name of a file beside it")
+            files.setdefault(index.parent / file, set()).add(tensor)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise WeightsError(f"{index} is not an index of a checkpoint's files: {error!r}") from None
+    missing = [file.name for file in files if not file.exists()]
+    if missing:
+        raise WeightsError(f"{index} lists files that are not there: {', '.join(sorted(missing))}")
+    return files
+
+
+def shorten(names: list[str], at_most: int = 10) -> str:
+    """A list of names for a message, cut short."""
+    shown = ", ".join(names[:at_most])
+    return shown if len(names) <= at_most else f"{shown} and {len(names) - at_most} more"
