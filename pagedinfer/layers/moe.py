@@ -12,12 +12,15 @@ from pagedinfer.layers.activation import gated_activation
 from pagedinfer.layers.linear import Linear
 from pagedinfer.layers.placement import Placement
 
+_GROUPED_CAPABILITIES = (9, 10)
+"""Major compute capabilities for which torch has a grouped kernel, of bfloat16; elsewhere it loops."""
+
 
 class Experts(nn.Module):
     """Gated MLPs side by side; `names` are those of gate, up and down in checkpoints.
 
-    Each expert runs on the tokens that were sent to it, one expert after another. How many those are is
-    read on the host, so a step with experts waits for the device and cannot be captured in a graph.
+    The tokens are sorted by expert, and each projection of all experts is one grouped GEMM, which finds on
+    the device how many tokens each expert has.
     """
 
     def __init__(
@@ -35,6 +38,20 @@ class Experts(nn.Module):
         self.down = placement.parameter(num_experts, hidden_size, intermediate_size)
         self.activation = gated_activation(activation)
         self.names = names
+        self.expert_ids: Tensor
+        self.register_buffer(
+            "expert_ids", torch.arange(num_experts, device=placement.device), persistent=False
+        )
+
+    @property
+    def waits_for_the_device(self) -> bool:
+        """Whether torch's grouped GEMM reads its sizes on the host: a CUDA graph cannot hold that."""
+        weight = self.gate_up
+        return not (
+            weight.is_cuda
+            and weight.dtype == torch.bfloat16
+            and torch.cuda.get_device_capability(weight.device)[0] in _GROUPED_CAPABILITIES
+        )
 
     def checkpoint_tensors(self, path: str) -> Iterator[tuple[str, Tensor]]:
         """The name of each tensor in a checkpoint, and the view of this layer's memory that it fills."""
@@ -53,21 +70,17 @@ class Experts(nn.Module):
             weights: float32 [num_tokens, k]
             experts: int64 [num_tokens, k]
         """
-        num_experts, k = self.gate_up.shape[0], experts.shape[1]
-        order = experts.flatten().argsort(stable=True)  # by expert, then by token
-        tokens = order // k
-        counts = experts.flatten().bincount(minlength=num_experts).tolist()
-        output = torch.zeros(hidden.shape, dtype=torch.float32, device=hidden.device)
-        begin = 0
-        for expert, count in enumerate(counts):
-            if count:
-                rows = tokens[begin : begin + count]
-                inner = self.activation(functional.linear(hidden[rows], self.gate_up[expert]))
-                result = functional.linear(inner, self.down[expert])
-                share = weights.flatten()[order[begin : begin + count], None]
-                output.index_add_(0, rows, result.float() * share)
-                begin += count
-        return output.to(hidden.dtype)
+        num_tokens, k = experts.shape
+        sorted_experts, order = experts.flatten().sort(stable=True)  # by expert, then by token
+        ends = torch.searchsorted(sorted_experts, self.expert_ids, right=True, out_int32=True)
+        rows = hidden.index_select(0, order // k)
+        inner = self.activation(functional.grouped_mm(rows, self.gate_up.mT, offs=ends))
+        results = functional.grouped_mm(inner, self.down.mT, offs=ends)
+        # Back by token, and summed in the order of its experts' ranks: by no other token's, nor by chance.
+        numbers = torch.arange(order.shape[0], device=order.device)
+        place = torch.empty_like(order).scatter_(0, order, numbers)
+        results = results.index_select(0, place).view(num_tokens, k, -1)
+        return (results * weights[..., None]).sum(1).to(hidden.dtype)  # multiplied and summed in float32
 
 
 class MixtureOfExperts(nn.Module):

@@ -31,7 +31,8 @@ class CausalLM(nn.Module):
     @property
     def can_be_captured(self) -> bool:
         """Whether a CUDA graph can hold a step: nothing in it waits for the device."""
-        return not any(isinstance(module, Experts) for module in self.modules())
+        experts = (module for module in self.modules() if isinstance(module, Experts))
+        return not any(each.waits_for_the_device for each in experts)
 
     def forward(
         self, input_ids: Tensor, positions: Tensor, kv_cache: Tensor, attention: AttentionBatch
