@@ -27,6 +27,7 @@ _EXPORTS = {
     "OutOfMemoryError": "errors",
     "WeightsError": "errors",
     "DeviceError": "errors",
+    "DownloadError": "errors",
 }
 """What is exported, and the module that has it, imported when it is first asked for: torch is slow."""
 
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from pagedinfer.engine.input_processor import TextPrompt as TextPrompt
     from pagedinfer.engine.input_processor import TokensPrompt as TokensPrompt
     from pagedinfer.errors import DeviceError as DeviceError
+    from pagedinfer.errors import DownloadError as DownloadError
     from pagedinfer.errors import OutOfMemoryError as OutOfMemoryError
     from pagedinfer.errors import PagedinferError as PagedinferError
     from pagedinfer.errors import RequestTooLargeError as RequestTooLargeError

@@ -38,7 +38,7 @@ class ChatTemplate:
                 "the path of a file with one), or give the whole prompt as text to generate"
             )
         self._tokenizer = tokenizer
-        self._template = None if template is None else _read(template)
+        self._template = None if template is None else read_template(template)
         parameters = inspect.signature(tokenizer.apply_chat_template).parameters.values()
         self._reserved = {"messages", *(p.name for p in parameters if p.kind is not p.VAR_KEYWORD)}
 
@@ -99,7 +99,12 @@ def is_conversation(messages: Any) -> bool:
     return not messages or isinstance(messages[0], Mapping)
 
 
-def _read(template: str) -> str:
+def read_template(template: str) -> str:
+    """The text of a template that is given as itself or as the path of a file.
+
+    Raises:
+        ValueError: it is neither.
+    """
     if "{" in template or "\n" in template:  # Jinja, or at least no sensible path
         return template
     try:

@@ -29,9 +29,14 @@ class EngineConfig:
             value and what would be right.
     """
 
-    model: str  # a folder
-    tokenizer: str | None = None  # a folder; None: the model's
+    model: str  # a folder, or a hub id
+    tokenizer: str | None = None  # likewise; None: the model's
     skip_tokenizer_init: bool = False
+    revision: str | None = None  # of a hub id: branch, tag or commit
+    tokenizer_revision: str | None = None
+    download_dir: str | None = None  # a folder; None: the hub client's cache
+    hf_token: str | None = None
+    chat_template: str | None = None  # Jinja, or the path of a file with it
     dtype: str = "auto"  # "auto" or one of DTYPES
     load_format: Literal["auto", "safetensors", "pt", "dummy"] = "auto"
     device: Literal["auto", "cuda", "cpu"] = "auto"
@@ -61,6 +66,8 @@ class EngineConfig:
         _check_path("model", self.model)
         if self.tokenizer is not None:
             _check_path("tokenizer", self.tokenizer)
+        for name in ("revision", "tokenizer_revision", "download_dir", "hf_token", "chat_template"):
+            _check_string(name, getattr(self, name))
         for name in (
             "skip_tokenizer_init",
             "enable_chunked_prefill",
@@ -110,6 +117,11 @@ def unknown_option_message(callee: str, name: str, known: Collection[str] | None
 def _check_path(name: str, value: Any) -> None:
     if not isinstance(value, str) or not value:
         raise ValueError(f"{name} must be the path of a folder as a string, got {value!r}")
+
+
+def _check_string(name: str, value: Any) -> None:
+    if value is not None and (not isinstance(value, str) or not value):
+        raise ValueError(f"{name} must be a string that is not empty, got {value!r}")
 
 
 def _check_bool(name: str, value: Any) -> None:

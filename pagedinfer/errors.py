@@ -21,3 +21,7 @@ class WeightsError(PagedinferError):
 
 class DeviceError(PagedinferError):
     """The device that was asked for cannot be used; the message says why, with both sides' versions."""
+
+
+class DownloadError(PagedinferError):
+    """A model that cannot be fetched from the hub; the message says what to do."""

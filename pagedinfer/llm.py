@@ -37,9 +37,16 @@ class LLM:
     `with` block, gives all its memory back.
 
     Args:
-        model: folder of a checkpoint as transformers saves it: config.json and safetensors.
-        tokenizer: folder of the tokenizer; the model's by default.
+        model: folder of a checkpoint as transformers saves it: config.json and safetensors. Or the id of one
+            on the Hugging Face hub, "owner/name", which is fetched into the hub client's cache.
+        tokenizer: folder or hub id of the tokenizer; the model's by default.
         skip_tokenizer_init: load no tokenizer. Prompts are then token ids, and outputs have no text.
+        revision: of the model on the hub: a branch, a tag or a commit; "main" by default.
+        tokenizer_revision: the same of `tokenizer`.
+        download_dir: folder to fetch into, instead of the hub client's cache.
+        hf_token: for models on the hub that need one; by default HF_TOKEN, or what `hf auth login` stored.
+        chat_template: for `chat`, instead of the tokenizer's: a Jinja template, or the path of a file with
+            one.
         dtype: of weights, activations and KV cache: "float32", "float16" or "bfloat16". "auto": the
             checkpoint's, but float32 on a CPU that does not compute in that.
         load_format: "safetensors"; "pt" for .bin files, read so that nothing in them can run; or "dummy" for
@@ -89,6 +96,7 @@ class LLM:
             would be right.
         WeightsError: the checkpoint's tensors are not the model's; the message names them.
         DeviceError: no GPU can be used and device="cuda"; the message says why.
+        DownloadError: a model of the hub that cannot be fetched; the message says what to do.
         OutOfMemoryError: weights or KV cache do not fit; the message says what was wanted, what there is,
             and what would fit.
     """
@@ -99,6 +107,11 @@ class LLM:
         *,
         tokenizer: str | None = None,
         skip_tokenizer_init: bool = False,
+        revision: str | None = None,
+        tokenizer_revision: str | None = None,
+        download_dir: str | None = None,
+        hf_token: str | None = None,
+        chat_template: str | None = None,
         dtype: str = "auto",
         load_format: Literal["auto", "safetensors", "pt", "dummy"] = "auto",
         device: Literal["auto", "cuda", "cpu"] = "auto",
@@ -130,6 +143,11 @@ class LLM:
             model=model,
             tokenizer=tokenizer,
             skip_tokenizer_init=skip_tokenizer_init,
+            revision=revision,
+            tokenizer_revision=tokenizer_revision,
+            download_dir=download_dir,
+            hf_token=hf_token,
+            chat_template=chat_template,
             dtype=dtype,
             load_format=load_format,
             device=device,
@@ -277,7 +295,8 @@ class LLM:
         Args:
             messages: a list of messages, {"role": "user", "content": "..."}, or a list of such lists.
             sampling_params, use_tqdm: as in `generate`.
-            chat_template: instead of the tokenizer's: a Jinja template, or the path of a file with one.
+            chat_template: instead of the LLM's or the tokenizer's: a Jinja template, or the path of a file
+                with one.
             add_generation_prompt: end the prompt with what begins an answer.
             continue_final_message: go on with the last message; add_generation_prompt must be False then.
             tools: JSON schemas of functions that the model may call.
@@ -290,7 +309,7 @@ class LLM:
             ValueError: no template, malformed messages, or messages that the template refuses; nothing has
                 run then.
         """
-        template = ChatTemplate(self.get_tokenizer(), chat_template)
+        template = ChatTemplate(self.get_tokenizer(), chat_template or self.llm_engine.chat_template)
         chats = cast("Sequence[Sequence[Message]]", [messages] if is_conversation(messages) else messages)
         prompts: list[Prompt] = []
         for chat in chats:

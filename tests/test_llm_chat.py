@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -49,6 +50,25 @@ def test_a_model_without_a_template_can_still_generate(llm: LLM) -> None:
     with pytest.raises(ValueError, match="no chat template: give one as chat_template"):
         llm.chat(CHATS[0], GREEDY, use_tqdm=False)
     assert llm.generate("Hi", GREEDY, use_tqdm=False)[0].finished
+
+
+def test_template_given_with_the_model(llm: LLM, tiny_llama: TinyModel, tmp_path: Path) -> None:
+    """As text or as a file; the call's own goes before it."""
+    [expected] = llm.chat(CHATS[0], GREEDY, use_tqdm=False, chat_template=TEMPLATE)
+    file = tmp_path / "template.jinja"
+    file.write_text(TEMPLATE)
+    for template in (TEMPLATE, str(file)):
+        with LLM(tiny_llama.path, device="cpu", num_gpu_blocks_override=64, chat_template=template) as other:
+            [output] = other.chat(CHATS[0], GREEDY, use_tqdm=False)
+            assert output.prompt_token_ids == expected.prompt_token_ids
+            assert output.outputs[0].text == expected.outputs[0].text
+            [own] = other.chat(CHATS[0], GREEDY, use_tqdm=False, chat_template="{{ messages[0].content }}")
+            assert own.prompt == "Hi"
+
+
+def test_a_template_that_is_no_file_is_refused_with_the_model(tiny_llama: TinyModel) -> None:
+    with pytest.raises(ValueError, match=r"chat_template must be .* got 'nowhere\.jinja'"):
+        LLM(tiny_llama.path, device="cpu", num_gpu_blocks_override=64, chat_template="nowhere.jinja")
 
 
 def test_one_malformed_chat_stops_the_call_before_anything_runs(llm: LLM) -> None:

@@ -7,6 +7,7 @@ import weakref
 from typing import TYPE_CHECKING
 
 from pagedinfer.beam_search import BeamSearchParams
+from pagedinfer.chat_template import read_template
 from pagedinfer.config import EngineConfig
 from pagedinfer.engine.batch import Batch
 from pagedinfer.engine.beam_searches import BeamSearches
@@ -24,6 +25,7 @@ from pagedinfer.engine.request import Request
 from pagedinfer.engine.scheduler import Scheduler, SchedulerConfig
 from pagedinfer.engine.seeds import mix64, request_seed
 from pagedinfer.logging import configure, get_logger
+from pagedinfer.models.hub import fetch_model, fetch_tokenizer
 from pagedinfer.models.model_config import ModelConfig
 from pagedinfer.outputs import RequestOutput
 from pagedinfer.runner.worker import Worker
@@ -39,16 +41,20 @@ class LLMEngine:
     """A model, a scheduler, and the requests between them. One thread at a time may use it.
 
     Raises:
-        ValueError, OutOfMemoryError, WeightsError: as `LLM`.
+        ValueError, DownloadError, OutOfMemoryError, WeightsError: as `LLM`.
     """
 
     def __init__(self, config: EngineConfig) -> None:
         configure()
         self.config = config
-        self.model_config = ModelConfig.from_pretrained(config.model)
+        self.model_config = ModelConfig.from_pretrained(fetch_model(config))
         self.tokenizer = (
-            None if config.skip_tokenizer_init else load_tokenizer(config.tokenizer or config.model)
+            None
+            if config.skip_tokenizer_init
+            else load_tokenizer(str(fetch_tokenizer(config, self.model_config.path)))
         )
+        self.chat_template = None if config.chat_template is None else read_template(config.chat_template)
+        """Instead of the tokenizer's own."""
         self.default_sampling_params = default_sampling_params(
             config.generation_config, self.model_config.generation
         )
@@ -264,7 +270,7 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(path, local_files_only=True)
+        return AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # transformers reads config.json too, and may raise anything
         reason = str(error).partition("\n")[0]
         raise ValueError(

@@ -16,11 +16,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from pagedinfer.errors import WeightsError
-
-_INDEXED = {
-    "safetensors": ("model.safetensors.index.json", "model.safetensors"),
-    "pt": ("pytorch_model.bin.index.json", "pytorch_model.bin"),
-}
+from pagedinfer.models.file_names import WEIGHT_FILES, formats_to_try
 
 
 class OpenFile(ABC):
@@ -149,15 +145,15 @@ def find_files(path: Path, load_format: str = "auto") -> list[CheckpointFile]:
     Raises:
         WeightsError: there are none of that format, the index is damaged, or lists files that are not there.
     """
-    formats = ("safetensors", "pt") if load_format == "auto" else (load_format,)
+    formats = formats_to_try(load_format)
     for each in formats:
-        index, single = (path / name for name in _INDEXED[each])
+        index, single = (path / name for name in WEIGHT_FILES[each])
         kind = SafetensorsFile if each == "safetensors" else TorchFile
         if index.exists():
             return [kind(file, listed) for file, listed in _read_index(index).items()]
         if single.exists():
             return [kind(single)]
-    wanted = " nor ".join(name for each in formats for name in _INDEXED[each])
+    wanted = " nor ".join(name for each in formats for name in WEIGHT_FILES[each])
     raise WeightsError(f"there is neither {wanted} in {str(path)!r}")
 
 

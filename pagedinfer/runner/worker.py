@@ -148,7 +148,10 @@ class Worker:
                 f"{describe_bytes(memory.free)} are free on {self.device}"
             )
         model = build_model(self._model_config, self.dtype, self.device, max_model_len=max_model_len)
-        load_weights(model, self._config.model, self._config.load_format, use_tqdm=sys.stderr.isatty())
+        folder = self._model_config.path
+        load_weights(model, folder, self._config.load_format, use_tqdm=sys.stderr.isatty())
+        if self._meter is not None:
+            _empty_pinned_cache()
         logger.info(
             "%s: %s of weights in %.1f s, %s on %s",
             self._model_config.architecture,
