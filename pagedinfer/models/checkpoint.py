@@ -8,8 +8,9 @@ import zipfile
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, BinaryIO, NoReturn
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -17,6 +18,21 @@ from torch import Tensor
 
 from pagedinfer.errors import WeightsError
 from pagedinfer.models.file_names import WEIGHT_FILES, formats_to_try
+
+
+@dataclass(frozen=True, slots=True)
+class FilePlace:
+    """Where a mapped tensor's bytes lie, for whom reading is faster than touching page after page."""
+
+    descriptor: int
+    offset: int
+    """Of the tensor's first byte in the file."""
+    address: int
+    """And in memory."""
+
+    def of(self, part: Tensor) -> int:
+        """The offset in the file at which a part of the tensor begins."""
+        return self.offset + part.data_ptr() - self.address
 
 
 class OpenFile(ABC):
@@ -29,6 +45,10 @@ class OpenFile(ABC):
     @abstractmethod
     def get(self, name: str) -> Tensor:
         """On the CPU, as the file has it: mapped where the format allows it, so that nothing is read yet."""
+
+    def place(self, name: str, tensor: Tensor) -> FilePlace | None:
+        """Where the file has the bytes of a tensor that `get` gave; None if it has others."""
+        return None
 
 
 class CheckpointFile:
@@ -73,13 +93,18 @@ class SafetensorsFile(CheckpointFile):
             opened = safe_open(self.path, framework="pt", device="cpu")
         except (SafetensorError, OSError) as error:
             raise WeightsError(f"{self.path} is not a whole safetensors file: {error}") from None
-        with opened as tensors:
-            yield _OpenSafetensors(tensors)
+        with opened as tensors, open(self.path, "rb") as content:
+            yield _OpenSafetensors(tensors, content)
 
 
 class _OpenSafetensors(OpenFile):
-    def __init__(self, tensors: Any) -> None:
+    def __init__(self, tensors: Any, content: BinaryIO) -> None:
         self._tensors = tensors
+        self._descriptor = content.fileno()
+        # The format, whose header safe_open has checked: its length in 8 bytes, JSON, then the tensors.
+        length = int.from_bytes(content.read(8), "little")
+        self._header = json.loads(content.read(length))
+        self._begin = 8 + length
 
     def names(self) -> list[str]:
         return list(self._tensors.offset_keys())
@@ -87,6 +112,10 @@ class _OpenSafetensors(OpenFile):
     def get(self, name: str) -> Tensor:
         tensor: Tensor = self._tensors.get_tensor(name)
         return tensor
+
+    def place(self, name: str, tensor: Tensor) -> FilePlace:
+        offset = self._begin + self._header[name]["data_offsets"][0]
+        return FilePlace(self._descriptor, offset, tensor.data_ptr())
 
 
 class TorchFile(CheckpointFile):

@@ -12,6 +12,8 @@ from types import TracebackType
 import torch
 from torch import Tensor
 
+from pagedinfer.models.checkpoint import FilePlace
+
 _STAGE_BYTES = 16 << 20
 _MOST_THREADS = 8
 _MOST_BYTES_UNDER_WAY = 512 << 20
@@ -20,10 +22,10 @@ _MOST_BYTES_UNDER_WAY = 512 << 20
 class Uploader:
     """Fills destinations on one device from tensors of the CPU; a context manager.
 
-    On the CPU a copy is made at once. On a GPU, threads read the sources, which may be mapped files, piece by
-    piece into pinned memory of their own, and the copy engines take it from there: reading a file, from disk
-    or from the page cache, is more than one thread's work at the speed of PCIe. The host holds the staging
-    memory (threads x 2 x 16 MiB) and, of sources that are not mapped, up to 512 MiB and one tensor more.
+    On the CPU a copy is made at once. On a GPU, threads bring the sources piece by piece into pinned memory
+    of their own, and the copy engines take it from there: getting at a file's bytes, on disk or in the page
+    cache, is more than one thread's work at the speed of PCIe. The host holds the staging memory (threads x 2
+    x 16 MiB) and, of sources that are no mapped files, up to 512 MiB and one tensor more.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -38,8 +40,8 @@ class Uploader:
             threads = min(_MOST_THREADS, len(os.sched_getaffinity(0)))
             self._pool = ThreadPoolExecutor(threads, thread_name_prefix="upload")
 
-    def copy(self, source: Tensor, destination: Tensor) -> None:
-        """Copies, or starts to; both have one shape."""
+    def copy(self, source: Tensor, destination: Tensor, place: FilePlace | None = None) -> None:
+        """Copies, or starts to; both have one shape. `place` is where the source's bytes are in a file."""
         if self._pool is None:
             destination.copy_(source)
             return
@@ -47,7 +49,7 @@ class Uploader:
             source, destination = source[None], destination[None]
         rows = max(1, _STAGE_BYTES // max(1, source[:1].nbytes))
         pieces = zip(source.split(rows), destination.split(rows), strict=True)  # type: ignore[no-untyped-call]
-        futures = [self._pool.submit(self._copy_piece, *pair) for pair in pieces]
+        futures = [self._pool.submit(self._copy_piece, *pair, place) for pair in pieces]
         self._under_way.append((futures, source.nbytes))
         self._bytes_under_way += source.nbytes
         self._wait(_MOST_BYTES_UNDER_WAY)
@@ -64,12 +66,12 @@ class Uploader:
                 future.result()
             self._bytes_under_way -= num_bytes
 
-    def _copy_piece(self, source: Tensor, destination: Tensor) -> None:
+    def _copy_piece(self, source: Tensor, destination: Tensor, place: FilePlace | None) -> None:
         lane = getattr(self._local, "lane", None)
         if lane is None:
             lane = self._local.lane = _Lane(self._device)
             self._lanes.append(lane)
-        lane.copy(source, destination)
+        lane.copy(source, destination, place)
 
     def __enter__(self) -> Uploader:
         return self
@@ -104,17 +106,34 @@ class _Lane:
         self._device = device
         self._stages = [_Stage(torch.empty(_STAGE_BYTES, dtype=torch.uint8, pin_memory=True)) for _ in (0, 1)]
 
-    def copy(self, source: Tensor, destination: Tensor) -> None:
+    def copy(self, source: Tensor, destination: Tensor, place: FilePlace | None) -> None:
         stage = self._stages[0]
         self._stages.reverse()
         stage.free.synchronize()
         if source.nbytes > stage.memory.nbytes:  # a row of more than 16 MiB
             stage.memory = torch.empty(source.nbytes, dtype=torch.uint8, pin_memory=True)
-        staged = stage.memory[: source.nbytes].view(source.dtype).view(source.shape)
-        staged.copy_(source)
+        memory = stage.memory[: source.nbytes]
+        staged = memory.view(source.dtype).view(source.shape)
+        if place is not None and source.is_contiguous():
+            _read(place.descriptor, place.of(source), memory)
+        else:
+            staged.copy_(source)
         with torch.cuda.device(self._device), torch.cuda.stream(self.stream):
             if destination.dtype == source.dtype and destination.is_contiguous():
                 destination.copy_(staged, non_blocking=True)
             else:  # moved as it is, and converted or scattered there
                 destination.copy_(staged.to(self._device, non_blocking=True))
             stage.free.record(self.stream)
+
+
+def _read(descriptor: int, offset: int, memory: Tensor) -> None:
+    """Fills uint8 memory with a file's bytes from an offset on."""
+    buffer = memoryview(memory.numpy())  # type: ignore[arg-type]
+    done = 0
+    while done < len(buffer):
+        count = os.preadv(descriptor, [buffer[done:]], offset + done)
+        if count == 0:
+            raise OSError(
+                f"a file of weights ends {len(buffer) - done} bytes too early; is it being written?"
+            )
+        done += count

@@ -28,7 +28,8 @@ def load_weights(
     """Fills all weights of a model.
 
     Only the files that the index lists are read, or the single one where there is no index. Each tensor is
-    mapped and copied straight to where it belongs, and converted to the model's dtype on the way.
+    copied straight to where it belongs, from the mapped file or read piece by piece, and converted to the
+    model's dtype on the way.
 
     Args:
         model: from `build_model`.
@@ -95,7 +96,7 @@ def _load_files(model: CausalLM, files: list[CheckpointFile], use_tqdm: bool) ->
                     source, destination = tensors.get(name), destinations[ours[name]]
                     _check(source, destination, name, file)
                     narrowed |= (source.dtype, destination.dtype) == (torch.bfloat16, torch.float16)
-                    uploader.copy(source, destination)
+                    uploader.copy(source, destination, tensors.place(name, source))
                     bar.update(destination.nbytes)
                 uploader.finish()
     if narrowed:
