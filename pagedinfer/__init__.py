@@ -10,6 +10,7 @@ __version__ = "0.1.0"
 _EXPORTS = {
     "LLM": "llm",
     "LLMEngine": "engine.engine",
+    "AsyncEngine": "server.async_engine",
     "EngineConfig": "config",
     "SamplingParams": "sampling_params",
     "RequestOutputKind": "sampling_params",
@@ -28,6 +29,10 @@ _EXPORTS = {
     "WeightsError": "errors",
     "DeviceError": "errors",
     "DownloadError": "errors",
+    "EngineStartError": "errors",
+    "EngineDeadError": "errors",
+    "RequestFailedError": "errors",
+    "QueueFullError": "errors",
 }
 """What is exported, and the module that has it, imported when it is first asked for: torch is slow."""
 
@@ -43,8 +48,12 @@ if TYPE_CHECKING:
     from pagedinfer.engine.input_processor import TokensPrompt as TokensPrompt
     from pagedinfer.errors import DeviceError as DeviceError
     from pagedinfer.errors import DownloadError as DownloadError
+    from pagedinfer.errors import EngineDeadError as EngineDeadError
+    from pagedinfer.errors import EngineStartError as EngineStartError
     from pagedinfer.errors import OutOfMemoryError as OutOfMemoryError
     from pagedinfer.errors import PagedinferError as PagedinferError
+    from pagedinfer.errors import QueueFullError as QueueFullError
+    from pagedinfer.errors import RequestFailedError as RequestFailedError
     from pagedinfer.errors import RequestTooLargeError as RequestTooLargeError
     from pagedinfer.errors import WeightsError as WeightsError
     from pagedinfer.llm import LLM as LLM
@@ -54,6 +63,7 @@ if TYPE_CHECKING:
     from pagedinfer.outputs import RequestOutput as RequestOutput
     from pagedinfer.sampling_params import RequestOutputKind as RequestOutputKind
     from pagedinfer.sampling_params import SamplingParams as SamplingParams
+    from pagedinfer.server.async_engine import AsyncEngine as AsyncEngine
 
 
 def __getattr__(name: str) -> Any:

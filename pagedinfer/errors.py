@@ -25,3 +25,19 @@ class DeviceError(PagedinferError):
 
 class DownloadError(PagedinferError):
     """A model that cannot be fetched from the hub; the message says what to do."""
+
+
+class EngineStartError(PagedinferError):
+    """The engine's process could not start; the message is the engine's own."""
+
+
+class EngineDeadError(PagedinferError):
+    """The engine's process has ended; requests in flight are lost, and there will be no others."""
+
+
+class RequestFailedError(PagedinferError):
+    """The engine failed while it worked on a request; others may still be served."""
+
+
+class QueueFullError(PagedinferError):
+    """As many requests wait as may; later there will be room again."""

@@ -228,6 +228,13 @@ class LLMEngine:
         output = self._outputs.abort(request_id, self.scheduler)
         return self._beam_searches.abort(request_id) if output is None else output
 
+    def stop_choice(self, request_id: str, index: int) -> bool:
+        """Ends one choice of a request, for callers that look for stop strings themselves.
+
+        No output tells of it. True: it was the last one, and the request has ended.
+        """
+        return self._outputs.stop_choice(request_id, index, self.scheduler)
+
     def has_unfinished_requests(self) -> bool:
         """Whether there is anything to do."""
         return self.scheduler.has_unfinished_requests()

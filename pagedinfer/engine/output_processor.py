@@ -169,6 +169,21 @@ class OutputProcessor:
         state.num_unfinished = 0
         return state.output(time.monotonic())
 
+    def stop_choice(self, request_id: str, index: int, scheduler: Scheduler) -> bool:
+        """Ends one choice as a stop string would; True: the request has ended with it. No output tells."""
+        state = self._states.get(request_id)
+        if state is None:
+            return False
+        choice = state.choices[index]
+        if choice.finish_reason is None:
+            scheduler.finish_request(choice.request.request_id, RequestStatus.FINISHED_STOPPED)
+            choice.finish("stop")
+            del self._choices[choice.request.request_id]
+            state.num_unfinished -= 1
+        if state.num_unfinished == 0:
+            del self._states[request_id]
+        return state.num_unfinished == 0
+
     def clear(self) -> None:
         """Forgets all requests."""
         self._states.clear()
