@@ -4,10 +4,11 @@
     python benchmarks/bench_cache.py --parts store,copy --vs torch,vllm
     python benchmarks/bench_cache.py --parts swap --json results/cache.json
 
-32 query and 8 KV heads of 128, bfloat16, blocks of 16 tokens. The bytes are those that must be read and
-written, each counted once, but for a swap those that cross the link, in one direction or in both;
-`ceiling` is their rate over that of a device-to-device copy in the same run or, for a swap, of one large
-copy from pinned memory. The peers do the same with torch's operations, or with vLLM's kernel.
+32 query and 8 KV heads of 128, bfloat16, blocks of 16 tokens; up to 256 tokens are decodes, each in a block
+of its own, more are a prompt, which fills blocks at random places one after the other. The bytes are those
+that must be read and written, each counted once, but for a swap those that cross the link, in one direction
+or in both; `ceiling` is their rate over that of a device-to-device copy in the same run or, for a swap, of
+one large copy from pinned memory. The peers do the same with torch's operations, or with vLLM's kernel.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import torch
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
+import plots
 import timing
 
 from pagedinfer import ops
@@ -34,20 +36,23 @@ DEVICE = "cuda"
 DTYPE = torch.bfloat16
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE = 32, 8, 128, 16
 MAX_POSITION = 8192
+MAX_DECODES = 256
 MIB = 2**20
 
 Row = dict[str, Any]
 
 
-def row(name: str, kernel: str, num_bytes: float, took: timing.Timing, ceiling: float) -> Row:
+def row(kind: str, size: str, kernel: str, num_bytes: float, took: timing.Timing, ceiling: float) -> Row:
     rate = num_bytes / took.median
     return {
-        "operation": name,
+        "kind": kind,
+        "size": size,
         "kernel": kernel,
         "us": took.median * 1e6,
         "low": took.low * 1e6,
         "high": took.high * 1e6,
-        "GB/s": rate / 1e9,
+        "bytes": num_bytes,
+        "TB/s": rate / 1e12,
         "ceiling": rate / ceiling,
     }
 
@@ -64,10 +69,15 @@ class Step:
         self.query, self.key, self.value = (
             part.unflatten(1, (-1, HEAD_DIM)) for part in qkv.split(widths, dim=1)
         )
-        num_blocks = 2 * -(-tokens // BLOCK_SIZE) + 16
+        is_prompt = tokens > MAX_DECODES
+        num_blocks = 2 * (-(-tokens // BLOCK_SIZE) if is_prompt else tokens)
         shape = (num_blocks, 2, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM)
         self.kv_cache = torch.empty(shape, dtype=DTYPE, device=DEVICE)
-        self.slots = torch.randperm(num_blocks * BLOCK_SIZE, device=DEVICE)[:tokens]
+        blocks = torch.randperm(num_blocks, device=DEVICE)
+        offsets = torch.arange(BLOCK_SIZE, device=DEVICE)
+        if not is_prompt:
+            offsets = torch.randint(0, BLOCK_SIZE, (num_blocks, 1), device=DEVICE)
+        self.slots = (blocks[:, None] * BLOCK_SIZE + offsets).flatten()[:tokens].contiguous()
         self.positions = torch.randint(0, MAX_POSITION, (tokens,), device=DEVICE)
         self.table = table
         self.weight = torch.ones(HEAD_DIM, dtype=DTYPE, device=DEVICE)
@@ -115,7 +125,7 @@ def store_rows(peers: list[str], ceiling: float, seconds: float) -> list[Row]:
     angles = torch.rand(MAX_POSITION, HEAD_DIM // 2, device=DEVICE) * 7
     table = torch.cat((angles.cos(), angles.sin()), dim=1)
     rows = []
-    for tokens in (1, 256, 8192):
+    for tokens in (1, 16, 256, 2048, 8192):
         kv_bytes = 4 * tokens * NUM_KV_HEADS * HEAD_DIM * DTYPE.itemsize
         query_bytes = 2 * tokens * NUM_HEADS * HEAD_DIM * DTYPE.itemsize
         steps = [Step(tokens, table) for _ in range(timing.rotations(kv_bytes + query_bytes))]
@@ -134,7 +144,7 @@ def store_rows(peers: list[str], ceiling: float, seconds: float) -> list[Row]:
             except (ImportError, AttributeError) as error:
                 print(f"no vllm: {error}", file=sys.stderr)
         rows += [
-            row(f"{name}, {tokens} tokens", who, size, timing.time_calls(calls, seconds=seconds), ceiling)
+            row(name, f"{tokens} tokens", who, size, timing.time_calls(calls, seconds=seconds), ceiling)
             for name, who, size, calls in variants
         ]
     return rows
@@ -145,7 +155,13 @@ def store_rows(peers: list[str], ceiling: float, seconds: float) -> list[Row]:
 
 def copy_rows(peers: list[str], ceiling: float, seconds: float) -> list[Row]:
     rows = []
-    for count, block_bytes in ((1, 2 * MIB), (16, 2 * MIB), (256, 2 * MIB), (256, 64 * 1024)):
+    for count, block_bytes in (
+        (1, 2 * MIB),
+        (16, 2 * MIB),
+        (256, 2 * MIB),
+        (16, 64 * 1024),
+        (256, 64 * 1024),
+    ):
         num_blocks = 2 * count
         sets = timing.rotations(2 * count * block_bytes)
         caches = [
@@ -172,7 +188,8 @@ def copy_rows(peers: list[str], ceiling: float, seconds: float) -> list[Row]:
                 ]
             rows += [
                 row(
-                    f"copy {count} blocks of {block_bytes // 1024} KiB, {kind}",
+                    f"copy blocks of {block_bytes // 1024} KiB, {kind}",
+                    f"{count} blocks",
                     who,
                     2 * count * block_bytes,
                     timing.time_calls(variants, seconds=seconds),
@@ -210,14 +227,16 @@ def swap_rows(peers: list[str], seconds: float) -> list[Row]:
             "neighbours": torch.arange(count).unsqueeze(1).repeat(1, 2),
         }
         for kind, mapping in kinds.items():
-            name = f"swap {count} blocks of {block_bytes // 1024} KiB, {kind}"
+            name, blocks = f"swap blocks of {block_bytes // 1024} KiB, {kind}", f"{count} blocks"
             swap_out, swap_in = (
                 partial(ops.swap_blocks, out_of, to_host, mapping),
                 partial(ops.swap_blocks, from_host, into, mapping),
             )
-            rows.append(row(f"{name}, out", "ours", size, timed(at_once(swap_out)), link))
-            rows.append(row(f"{name}, in", "ours", size, timed(at_once(swap_in)), link))
-            rows.append(row(f"{name}, both ways", "ours", 2 * size, timed(at_once(swap_out, swap_in)), link))
+            rows.append(row(f"{name}, out", blocks, "ours", size, timed(at_once(swap_out)), link))
+            rows.append(row(f"{name}, in", blocks, "ours", size, timed(at_once(swap_in)), link))
+            rows.append(
+                row(f"{name}, both ways", blocks, "ours", 2 * size, timed(at_once(swap_out, swap_in)), link)
+            )
             if "torch" in peers and kind == "scattered":
                 pairs = mapping.tolist()
 
@@ -227,7 +246,7 @@ def swap_rows(peers: list[str], seconds: float) -> list[Row]:
                     for source, destination in pairs:
                         b[destination].copy_(a[source], non_blocking=True)
 
-                rows.append(row(f"{name}, out", "torch", size, timed(one_by_one), link))
+                rows.append(row(f"{name}, out", blocks, "torch", size, timed(one_by_one), link))
     return rows
 
 
@@ -254,6 +273,7 @@ def main() -> None:
     parser.add_argument("--vs", default="torch", help="peers, comma-separated: torch, vllm")
     parser.add_argument("--seconds", type=float, default=0.2, help="about how long a row's replays take")
     parser.add_argument("--json", type=Path, help="write the results here too")
+    parser.add_argument("--plot", type=Path, help="folder to draw the results into (needs matplotlib)")
     args = parser.parse_args()
     if DEVICE == "cuda" and not torch.cuda.is_available():
         raise SystemExit("bench_cache.py times CUDA kernels, and torch sees no GPU")
@@ -269,8 +289,11 @@ def main() -> None:
     if "swap" in parts:
         rows += swap_rows(peers, args.seconds)
     timing.print_table(rows)
+    result = timing.result_of("cache", rows, copy_ceiling=ceiling, peers=timing.peer_versions())
     if args.json:
-        timing.write_json(args.json, rows, copy_ceiling=ceiling)
+        timing.write_json(args.json, result)
+    if args.plot:
+        plots.plot_result(result, args.plot)
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
+import plots
 import timing
 
 from pagedinfer import ops
@@ -41,7 +42,9 @@ Kernel = Callable[..., Tensor]
 class Operation:
     """One row of the table, and who can do it."""
 
-    name: str
+    kind: str
+    """What it does."""
+    size: str
     bytes: int
     """Read and written by one call."""
     buffers: Callable[[], tuple[Tensor, ...]]
@@ -93,7 +96,8 @@ def rms_norm(tokens: int, hidden: int, dtype: torch.dtype, *, with_residual: boo
 
     tensors = 4 if with_residual else 2
     return Operation(
-        name=f"rms_norm{' + residual' if with_residual else ''} {tokens} x {hidden}",
+        kind=f"rms_norm{' + residual' if with_residual else ''}",
+        size=f"{tokens} x {hidden}",
         bytes=tensors * tokens * hidden * dtype.itemsize,
         buffers=buffers,
         exact=exact,
@@ -123,7 +127,8 @@ def silu_and_mul(tokens: int, width: int, dtype: torch.dtype) -> Operation:
         return activation.silu_and_mul(x, out)
 
     return Operation(
-        name=f"silu_and_mul {tokens} x {width}",
+        kind="silu_and_mul",
+        size=f"{tokens} x {width}",
         bytes=3 * tokens * width * dtype.itemsize,
         buffers=buffers,
         exact=exact,
@@ -168,7 +173,8 @@ def rotary_embedding(tokens: int, dtype: torch.dtype) -> Operation:
         return query
 
     return Operation(
-        name=f"rotary_embedding {tokens} x (32 + 8) x 128",
+        kind="rotary_embedding",
+        size=f"{tokens} x (32 + 8) x 128",
         bytes=2 * tokens * (heads + kv_heads) * head_dim * dtype.itemsize,
         buffers=buffers,
         exact=exact,
@@ -191,16 +197,21 @@ def measured(operation: Operation, peers: list[str], ceiling: float, seconds: fl
                 [lambda kernel=kernel, buffers=buffers: kernel(*buffers) for buffers in sets], seconds=seconds
             )
         except (ImportError, AttributeError, RuntimeError, TypeError) as error:
-            print(f"{operation.name}: no {who}: {str(error).splitlines()[0][:120]}", file=sys.stderr)
+            print(
+                f"{operation.kind} {operation.size}: no {who}: {str(error).splitlines()[0][:120]}",
+                file=sys.stderr,
+            )
             continue
         rate = operation.bytes / took.median
         rows.append(
             {
-                "operation": operation.name,
+                "kind": operation.kind,
+                "size": operation.size,
                 "kernel": who,
                 "us": took.median * 1e6,
                 "low": took.low * 1e6,
                 "high": took.high * 1e6,
+                "bytes": operation.bytes,
                 "TB/s": rate / 1e12,
                 "ceiling": rate / ceiling,
                 "error": float((out - exact).norm() / exact.norm()),
@@ -224,12 +235,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--tokens", default="1,16,256,8192", help="comma-separated")
+    parser.add_argument("--tokens", default="1,16,256,2048,8192", help="comma-separated")
     parser.add_argument("--hidden", type=int, default=4096)
     parser.add_argument("--dtype", default="bfloat16", choices=["float32", "float16", "bfloat16"])
     parser.add_argument("--vs", default="torch", help="peers, comma-separated: torch, vllm, flashinfer")
     parser.add_argument("--seconds", type=float, default=0.2, help="about how long a row's replays take")
     parser.add_argument("--json", type=Path, help="write the results here too")
+    parser.add_argument("--plot", type=Path, help="folder to draw the results into (needs matplotlib)")
     args = parser.parse_args()
     if DEVICE == "cuda" and not torch.cuda.is_available():
         raise SystemExit("bench_layers.py times CUDA kernels, and torch sees no GPU")
@@ -249,8 +261,13 @@ def main() -> None:
         ):
             rows += measured(operation, peers, ceiling, args.seconds)
     timing.print_table(rows)
+    result = timing.result_of(
+        "layers", rows, copy_ceiling=ceiling, dtype=args.dtype, peers=timing.peer_versions()
+    )
     if args.json:
-        timing.write_json(args.json, rows, copy_ceiling=ceiling, dtype=args.dtype)
+        timing.write_json(args.json, result)
+    if args.plot:
+        plots.plot_result(result, args.plot)
 
 
 if __name__ == "__main__":

@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
+import plots
 import timing
 
 from pagedinfer import ops
@@ -308,6 +309,10 @@ def measured(name: str, kernel: str, batch: Batch, calls: Calls, args: argparse.
     return {
         "batch": name,
         "kernel": kernel,
+        "grid": "decode" if batch.max_query_len == 1 else "prefill",
+        "num_seqs": len(batch.seqs),
+        "tokens": batch.query.shape[0],
+        "bytes": batch.bytes(),
         "us": took.median * 1e6,
         "low": took.low * 1e6,
         "high": took.high * 1e6,
@@ -346,18 +351,23 @@ def main() -> None:
     parser.add_argument("--grid", choices=("decode", "prefill", "both"), default="both")
     parser.add_argument("--rows", default="", help="comma-separated names of rows; default: all")
     parser.add_argument("--vs", default="", help=f"comma-separated peers of {', '.join(PEERS)}")
-    parser.add_argument("--heads", type=int, default=32)
-    parser.add_argument("--kv-heads", type=int, default=8)
-    parser.add_argument("--head-dim", type=int, default=128)
-    parser.add_argument("--block-size", type=int, default=16)
+    parser.add_argument(
+        "--shapes",
+        default="32/8/128/16",
+        help="comma-separated: heads / KV heads / head_dim / tokens of a block; the first is drawn",
+    )
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
     parser.add_argument("--deterministic", action="store_true", help="also time deterministic mode")
     parser.add_argument("--plan", action="store_true", help="also time the plan")
     parser.add_argument("--seconds", type=float, default=0.2, help="of timed replays a row")
     parser.add_argument("--rotations", type=int, default=32, help="at most so many sets of buffers")
     parser.add_argument("--json", type=Path, help="where to write the rows and the machine")
+    parser.add_argument("--plot", type=Path, help="folder to draw the results into (needs matplotlib)")
     args = parser.parse_args()
     args.dtype = getattr(torch, args.dtype)
+    shapes = [tuple(map(int, shape.split("/"))) for shape in args.shapes.split(",")]
+    if any(len(shape) != 4 for shape in shapes):
+        parser.error(f"--shapes is {args.shapes}; expected four numbers with slashes between for each shape")
     args.vs = [peer for peer in args.vs.split(",") if peer]
     if unknown := set(args.vs) - set(PEERS):
         parser.error(f"--vs names {sorted(unknown)}; known are {sorted(PEERS)}")
@@ -366,16 +376,33 @@ def main() -> None:
     if unknown := set(wanted) - set(grid):
         parser.error(f"--rows names {sorted(unknown)}; known are {list(grid)}")
 
-    rows: list[dict[str, Any]] = []
-    for name in wanted:
-        for row in rows_of(name, grid[name], args):
-            rows.append(row)
-            print({k: round(v, 5) if isinstance(v, float) else v for k, v in row.items()}, flush=True)
-        torch.cuda.empty_cache()
-        if args.json:
-            timing.write_json(args.json, rows, arguments={k: str(v) for k, v in vars(args).items()})
-    print(timing.machine_info())
-    timing.print_table(rows)
+    ceiling = timing.copy_ceiling()
+    print(f"device-to-device copy: {ceiling / 1e12:.2f} TB/s; peers: {timing.peer_versions()}")
+    result = timing.result_of(
+        "paged_attention",
+        [],
+        copy_ceiling=ceiling,
+        peers=timing.peer_versions(),
+        shape=args.shapes.split(",")[0],
+    )
+    rows = result["rows"]
+    for shape in shapes:
+        args.heads, args.kv_heads, args.head_dim, args.block_size = shape
+        for name in wanted:
+            for row in rows_of(name, grid[name], args):
+                rows.append({"shape": "/".join(map(str, shape)), **row})
+                print(
+                    {k: round(v, 5) if isinstance(v, float) else v for k, v in rows[-1].items()}, flush=True
+                )
+            torch.cuda.empty_cache()
+            if args.json:
+                timing.write_json(args.json, result)
+    print(result["machine"])
+    timing.print_table(
+        [{k: v for k, v in row.items() if k not in ("grid", "num_seqs", "tokens", "bytes")} for row in rows]
+    )
+    if args.plot:
+        plots.plot_result(result, args.plot)
 
 
 if __name__ == "__main__":

@@ -230,7 +230,9 @@ def main() -> None:
     print(f"microseconds; copy ceiling {ceiling / 1e12:.2f} TB/s")
     timing.print_table(rows)
     if args.json:
-        timing.write_json(args.json, rows, ceiling=ceiling, dtype=args.dtype)
+        timing.write_json(
+            args.json, timing.result_of("sample_tokens", rows, ceiling=ceiling, dtype=args.dtype)
+        )
 
 
 if __name__ == "__main__":

@@ -13,7 +13,9 @@ import math
 import platform
 import subprocess
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -152,10 +154,23 @@ def _shown(value: Any) -> str:
     return str(value)
 
 
-def write_json(path: Path, rows: Sequence[dict[str, Any]], **more: Any) -> None:
-    """`rows` with the machine beside them."""
+def result_of(benchmark: str, rows: Sequence[dict[str, Any]], **more: Any) -> dict[str, Any]:
+    """What a benchmark found, with its name and the machine beside it."""
+    return {"benchmark": benchmark, "machine": machine_info(), **more, "rows": list(rows)}
+
+
+def write_json(path: Path, result: dict[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"machine": machine_info(), **more, "rows": list(rows)}, indent=1))
+    path.write_text(json.dumps(result, indent=1))
+
+
+def peer_versions() -> dict[str, str]:
+    """Of the packages that the peers' kernels come from, as far as they are installed."""
+    found = {}
+    for package in ("vllm", "flashinfer-python", "flash-attn-3"):
+        with suppress(metadata.PackageNotFoundError):
+            found[package] = metadata.version(package)
+    return found
 
 
 def as_row(timing: Timing) -> dict[str, float]:
