@@ -13,7 +13,7 @@ BLOCK_SIZES = (8, 16, 32, 64)
 DTYPES = ("float32", "float16", "bfloat16")
 MAX_NUM_SEQS = 1 << 16  # each has its own row in tables on the device and on the host
 MAX_NUM_BATCHED_TOKENS = 1 << 24
-LOAD_FORMATS = ("auto", "safetensors", "pt", "dummy")
+LOAD_FORMATS = ("auto", "safetensors", "pt", "gguf", "dummy")
 _DTYPE_ALIASES = {"float": "float32", "half": "float16"}
 
 
@@ -29,7 +29,7 @@ class EngineConfig:
             value and what would be right.
     """
 
-    model: str  # a folder, or a hub id
+    model: str  # a folder, a GGUF file or a hub id
     tokenizer: str | None = None  # likewise; None: the model's
     skip_tokenizer_init: bool = False
     revision: str | None = None  # of a hub id: branch, tag or commit
@@ -38,7 +38,7 @@ class EngineConfig:
     hf_token: str | None = None
     chat_template: str | None = None  # Jinja, or the path of a file with it
     dtype: str = "auto"  # "auto" or one of DTYPES
-    load_format: Literal["auto", "safetensors", "pt", "dummy"] = "auto"
+    load_format: Literal["auto", "safetensors", "pt", "gguf", "dummy"] = "auto"
     device: Literal["auto", "cuda", "cpu"] = "auto"
     seed: int = 0  # 64 bits
     gpu_memory_utilization: float = 0.92  # share of the free GPU memory, in (0, 1]

@@ -37,8 +37,9 @@ class LLM:
     `with` block, gives all its memory back.
 
     Args:
-        model: folder of a checkpoint as transformers saves it: config.json and safetensors. Or the id of one
-            on the Hugging Face hub, "owner/name", which is fetched into the hub client's cache.
+        model: folder of a checkpoint as transformers saves it: config.json and safetensors. Or a GGUF file.
+            Or the id of either on the Hugging Face hub, which is fetched into the hub client's cache:
+            "owner/name", and of a GGUF file "owner/name/file.gguf" or "owner/name:Q4_K_M".
         tokenizer: folder or hub id of the tokenizer; the model's by default.
         skip_tokenizer_init: load no tokenizer. Prompts are then token ids, and outputs have no text.
         revision: of the model on the hub: a branch, a tag or a commit; "main" by default.
@@ -49,9 +50,9 @@ class LLM:
             one.
         dtype: of weights, activations and KV cache: "float32", "float16" or "bfloat16". "auto": the
             checkpoint's, but float32 on a CPU that does not compute in that.
-        load_format: "safetensors"; "pt" for .bin files, read so that nothing in them can run; or "dummy" for
-            random weights, for which config.json is enough. "auto": safetensors where there are any, and .bin
-            files else.
+        load_format: "safetensors"; "pt" for .bin files, read so that nothing in them can run; "gguf"; or
+            "dummy" for random weights, for which config.json is enough. "auto": what the model's path is, and
+            of a folder its safetensors where there are any, else its .bin files.
         device: "cuda", "cpu", or "auto": the GPU if there is one that can be used.
         seed: of the requests that bring none of their own: 64 bits, unsigned. The same requests, in the
             same order, to an engine with the same seed give the same tokens.
@@ -113,7 +114,7 @@ class LLM:
         hf_token: str | None = None,
         chat_template: str | None = None,
         dtype: str = "auto",
-        load_format: Literal["auto", "safetensors", "pt", "dummy"] = "auto",
+        load_format: Literal["auto", "safetensors", "pt", "gguf", "dummy"] = "auto",
         device: Literal["auto", "cuda", "cpu"] = "auto",
         seed: int = 0,
         gpu_memory_utilization: float = 0.92,

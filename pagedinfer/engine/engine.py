@@ -24,6 +24,7 @@ from pagedinfer.engine.output_processor import OutputProcessor
 from pagedinfer.engine.request import Request
 from pagedinfer.engine.scheduler import Scheduler, SchedulerConfig
 from pagedinfer.engine.seeds import mix64, request_seed
+from pagedinfer.engine.tokenizer import load_tokenizer
 from pagedinfer.logging import configure, get_logger
 from pagedinfer.models.hub import fetch_model, fetch_tokenizer
 from pagedinfer.models.model_config import ModelConfig
@@ -32,7 +33,7 @@ from pagedinfer.runner.worker import Worker
 from pagedinfer.sampling_params import RequestOutputKind, SamplingParams
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    pass
 
 logger = get_logger(__name__)
 
@@ -51,7 +52,7 @@ class LLMEngine:
         self.tokenizer = (
             None
             if config.skip_tokenizer_init
-            else load_tokenizer(str(fetch_tokenizer(config, self.model_config.path)))
+            else load_tokenizer(fetch_tokenizer(config, self.model_config.path))
         )
         self.chat_template = None if config.chat_template is None else read_template(config.chat_template)
         """Instead of the tokenizer's own."""
@@ -266,21 +267,3 @@ class LLMEngine:
         """Raises RuntimeError if the engine has been closed."""
         if self._closed:
             raise RuntimeError("this engine has been closed")
-
-
-def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
-    """The tokenizer in a folder.
-
-    Raises:
-        ValueError: there is none, or it cannot be read.
-    """
-    from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # transformers reads config.json too, and may raise anything
-        reason = str(error).partition("\n")[0]
-        raise ValueError(
-            f"no tokenizer can be loaded from {path!r}: {reason}; name its folder with `tokenizer`, or set "
-            f"skip_tokenizer_init=True and give token ids"
-        ) from error

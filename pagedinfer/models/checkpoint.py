@@ -18,6 +18,7 @@ from torch import Tensor
 
 from pagedinfer.errors import WeightsError
 from pagedinfer.models.file_names import WEIGHT_FILES, formats_to_try
+from pagedinfer.models.gguf_config import gguf_parts, is_gguf
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,12 +169,20 @@ def find_files(path: Path, load_format: str = "auto") -> list[CheckpointFile]:
     """The files of a checkpoint to read: those that its index lists, or the single one without an index.
 
     Args:
-        path: the checkpoint's folder.
+        path: the checkpoint's folder, or a GGUF file.
         load_format: one of config.LOAD_FORMATS, except "dummy".
 
     Raises:
         WeightsError: there are none of that format, the index is damaged, or lists files that are not there.
     """
+    if is_gguf(path):
+        if load_format not in ("auto", "gguf"):
+            raise WeightsError(f"{path} is a GGUF file, and load_format={load_format!r} was asked for")
+        return _gguf_files(path)
+    if load_format == "gguf":
+        raise WeightsError(
+            f'load_format="gguf" needs the path of a .gguf file as the model, got {str(path)!r}'
+        )
     formats = formats_to_try(load_format)
     for each in formats:
         index, single = (path / name for name in WEIGHT_FILES[each])
@@ -184,6 +193,22 @@ def find_files(path: Path, load_format: str = "auto") -> list[CheckpointFile]:
             return [kind(single)]
     wanted = " nor ".join(name for each in formats for name in WEIGHT_FILES[each])
     raise WeightsError(f"there is neither {wanted} in {str(path)!r}")
+
+
+def _gguf_files(path: Path) -> list[CheckpointFile]:
+    from pagedinfer.models.gguf_file import GGUFFile, GGUFLayout
+
+    parts = gguf_parts(path)
+    missing = [part.name for part in parts if not part.exists()]
+    if missing:
+        raise WeightsError(
+            f"{path} is one of {len(parts)} files, and some are not there: {', '.join(missing)}"
+        )
+    try:
+        layout = GGUFLayout.read(parts[0])
+    except ValueError as error:
+        raise WeightsError(str(error)) from None
+    return [GGUFFile(part, layout) for part in parts]
 
 
 def _read_index(index: Path) -> dict[Path, set[str]]:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from pagedinfer.layers.rope_config import RopeConfig
+from pagedinfer.models.gguf_config import gguf_config, is_gguf
 from pagedinfer.models.registry import Family, find_family
 
 DTYPES = ("float32", "float16", "bfloat16")
@@ -19,7 +20,7 @@ class ModelConfig:
     """One model, as its layers, the runner and the scheduler need to know it."""
 
     path: Path
-    """The checkpoint's folder."""
+    """The checkpoint's folder, or its GGUF file."""
     architecture: str
     num_layers: int
     num_heads: int
@@ -48,13 +49,15 @@ class ModelConfig:
 
     @classmethod
     def from_pretrained(cls, path: str | Path) -> ModelConfig:
-        """Reads the configuration in a checkpoint's folder.
+        """Reads the configuration in a checkpoint's folder, or that in a GGUF file.
 
         Raises:
             ValueError: no such folder or file, an unknown architecture, or an option that is missing, of a
                 wrong value, or not supported; the message names it.
         """
         path = Path(path)
+        if is_gguf(path) and path.is_file():
+            return cls.from_dict(gguf_config(path), path=path)
         if not path.is_dir():
             raise ValueError(f"there is no folder {str(path)!r} to load a model from")
         config = _read_json(path / "config.json")
