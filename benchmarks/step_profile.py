@@ -2,9 +2,9 @@
 
 schedule: the scheduler; prepare: the input arrays of a step; launch: the rest of starting it; wait: for what
 it drew; update: the scheduler's; outputs: texts and what users get. `step` is the time from one step's end to
-the next one's, and `other` what of it is none of these; `host` is all of it but the wait. `idle` is how long
-the GPU had nothing to do before the step, by its own clock. When steps overlap, results are awaited after the
-next step's launch: a row then has the schedule, prepare and launch of the step that was launched meanwhile.
+the next one's; `host` is all of it but the wait, and `other` what of that is none of these. `idle` is how
+long the GPU had nothing to do before the step, by its own clock. When steps overlap, results are awaited after
+the next step's launch: a row then has the schedule, prepare and launch of the step launched meanwhile.
 """
 
 from __future__ import annotations
@@ -101,12 +101,15 @@ class StepProfile:
         execute = worker.execute
 
         def timed(batch: Any) -> Any:
+            entered = time.perf_counter()
             launch = _Launch(len(batch.requests), batch.num_tokens)
             prepared = self._now["prepare"]
             begin = time.perf_counter()
             handle = execute(batch)
-            self._now["launch"] += time.perf_counter() - begin - (self._now["prepare"] - prepared)
+            end = time.perf_counter()
             launch.ends()
+            self._now["launch"] += end - begin - (self._now["prepare"] - prepared)
+            self._now["profiling"] += begin - entered + time.perf_counter() - end
             return _TimedHandle(handle, launch, self._result)
 
         worker.execute = timed
@@ -126,8 +129,8 @@ class StepProfile:
                 step = {part: self._now[part] for part in PARTS}
                 step |= {"requests": launch.requests, "tokens": launch.tokens}
                 step["step"] = now - self._last_end
-                step["host"] = step["step"] - step["wait"]
-                step["other"] = step["step"] - sum(step[part] for part in PARTS)
+                step["host"] = step["step"] - step["wait"] - self._now["profiling"]
+                step["other"] = step["host"] - sum(step[part] for part in PARTS if part != "wait")
                 self._steps.append((step, launch, self._last_launch))
             self._last_launch = launch
         self._last_end = now

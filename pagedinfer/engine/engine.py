@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import weakref
 from typing import TYPE_CHECKING
 
 from pagedinfer.beam_search import BeamSearchParams
@@ -11,6 +9,7 @@ from pagedinfer.chat_template import read_template
 from pagedinfer.config import EngineConfig
 from pagedinfer.engine.batch import Batch
 from pagedinfer.engine.beam_searches import BeamSearches
+from pagedinfer.engine.garbage import FrozenGarbage
 from pagedinfer.engine.generation_defaults import default_sampling_params
 from pagedinfer.engine.input_processor import (
     InputProcessor,
@@ -56,6 +55,7 @@ class LLMEngine:
         )
         self.chat_template = None if config.chat_template is None else read_template(config.chat_template)
         """Instead of the tokenizer's own."""
+        self._frozen_garbage = FrozenGarbage()  # the large imports are done, and the model is not there yet
         self.default_sampling_params = default_sampling_params(
             config.generation_config, self.model_config.generation
         )
@@ -88,7 +88,6 @@ class LLMEngine:
         self._max_launched = 2 if overlap else 1
         self._num_requests = 0
         self._closed = False
-        self._unfreeze = self._freeze_heap()
 
     def add_request(
         self,
@@ -249,19 +248,8 @@ class LLMEngine:
         if not self._closed:
             self._closed = True
             self._drop_all()
-            self._unfreeze()
+            self._frozen_garbage.release()
             self.worker.close()
-
-    def _freeze_heap(self) -> weakref.finalize[[], LLMEngine]:
-        """Keeps what is there now out of later garbage collections, until the engine is closed or gone.
-
-        Going through torch, transformers and the model took 60 to 100 ms every few hundred steps, in the
-        middle of a step of 10 ms.
-        """
-        if self.worker.device.type == "cuda":  # a start of seconds, in which this does not show
-            gc.collect()
-        gc.freeze()
-        return weakref.finalize(self, gc.unfreeze)
 
     def check_open(self) -> None:
         """Raises RuntimeError if the engine has been closed."""

@@ -19,18 +19,22 @@ from tests.models.parity import random_prompts
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 PROMPTS = random_prompts((3, 17, 33, 5, 64, 9), seed=21)
-OPTIONS: dict[str, Any] = {"device": "cpu", "num_gpu_blocks_override": 64, "max_num_seqs": 4}
+OPTIONS: dict[str, Any] = {"dtype": "float32", "num_gpu_blocks_override": 64, "max_num_seqs": 4}
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
 
 
-def make_engine(path: str, **changes: Any) -> LLMEngine:
-    return LLMEngine(EngineConfig(model=path, **OPTIONS | {"async_scheduling": True} | changes))
+def make_engine(path: str, device: str, **changes: Any) -> LLMEngine:
+    options = OPTIONS | {"device": device, "async_scheduling": True} | changes
+    return LLMEngine(EngineConfig(model=path, **options))
 
 
-@pytest.fixture(scope="module")
-def engines(tiny_llama: TinyModel) -> Iterator[tuple[LLMEngine, LLMEngine]]:
+@pytest.fixture(scope="module", params=DEVICES)
+def engines(tiny_llama: TinyModel, request: pytest.FixtureRequest) -> Iterator[tuple[LLMEngine, LLMEngine]]:
     """One that overlaps its steps, and one that does not."""
-    overlapped, plain = (make_engine(tiny_llama.path, async_scheduling=on) for on in (True, False))
+    overlapped, plain = (
+        make_engine(tiny_llama.path, request.param, async_scheduling=on) for on in (True, False)
+    )
     yield overlapped, plain
     overlapped.close()
     plain.close()
@@ -164,10 +168,12 @@ def test_a_stop_costs_one_token_and_frees_all(engine: LLMEngine) -> None:
     assert choices_of(generate(engine, [GREEDY])) == choices_of([full])
 
 
-def test_random_arrivals_and_aborts(tiny_llama: TinyModel) -> None:
+@pytest.mark.parametrize("device", DEVICES)
+def test_random_arrivals_and_aborts(device: str, tiny_llama: TinyModel) -> None:
     """Two slots, a pool for one and a half: whatever comes in between, each gets what it gets alone."""
     draw = random.Random(5)
-    engine = make_engine(tiny_llama.path, num_gpu_blocks_override=8, max_model_len=96, max_num_seqs=2)
+    small = {"num_gpu_blocks_override": 8, "max_model_len": 96, "max_num_seqs": 2}
+    engine = make_engine(tiny_llama.path, device, **small)
     params = [
         SamplingParams(temperature=0.8, seed=i, max_tokens=draw.randint(1, 24), ignore_eos=True)
         for i in range(len(PROMPTS))
@@ -308,7 +314,7 @@ def test_a_result_that_fails_leaves_a_usable_engine(
 def test_it_is_a_choice(tiny_llama: TinyModel) -> None:
     """On a CPU, which computes in the thread that schedules, it gains nothing, and is off by default."""
     for choice, most in ((None, 1), (False, 1), (True, 2)):
-        with LLM(tiny_llama.path, **OPTIONS, async_scheduling=choice) as llm:
+        with LLM(tiny_llama.path, **OPTIONS, device="cpu", async_scheduling=choice) as llm:
             assert llm.llm_engine._max_launched == most
     with pytest.raises(ValueError, match="async_scheduling must be True or False, got 1"):
         LLM(tiny_llama.path, **OPTIONS, async_scheduling=1)  # type: ignore[arg-type]
