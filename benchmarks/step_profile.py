@@ -3,8 +3,8 @@
 schedule: the scheduler; prepare: the input arrays of a step; launch: the rest of starting it; wait: for what
 it drew; update: the scheduler's; outputs: texts and what users get. `step` is the time from one step's end to
 the next one's; `host` is all of it but the wait, and `other` what of that is none of these. `idle` is how
-long the GPU had nothing to do before the step, by its own clock. When steps overlap, results are awaited after
-the next step's launch: a row then has the schedule, prepare and launch of the step launched meanwhile.
+long the GPU had nothing to do before the step, by its own clock. When steps overlap, results are awaited
+after the next launch: a row has the schedule, prepare and launch of the step launched meanwhile.
 """
 
 from __future__ import annotations
