@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from torch import Tensor, nn
 from torch.nn import functional
 
+from pagedinfer.distributed.sharding import Shard, shard_vocabulary
 from pagedinfer.layers.placement import Placement
+from pagedinfer.layers.stored_tensor import Piece, StoredTensor
 
 
 class Embedding(nn.Module):
-    """A row of the table for each id; weight [num_rows, hidden]."""
+    """A row of the table for each id; weight [num_rows, hidden]. Every rank has all of it."""
 
     def __init__(self, num_rows: int, hidden_size: int, *, placement: Placement) -> None:
         super().__init__()
@@ -20,20 +24,70 @@ class Embedding(nn.Module):
         return functional.embedding(ids, self.weight)
 
 
-class LanguageModelHead(nn.Module):
-    """Logits over the vocabulary; weight [vocab, hidden], the embedding's own where they are tied."""
+class VocabularyEmbedding(nn.Module):
+    """The embedding of tokens, of which each rank has a range; weight [padded range, hidden].
 
-    def __init__(self, embedding: Embedding, *, tied: bool, placement: Placement) -> None:
+    The padding is there so that all ranks have the same number of rows; see `shard_vocabulary`.
+    """
+
+    def __init__(self, vocab_size: int, hidden_size: int, *, placement: Placement) -> None:
+        super().__init__()
+        self.group = placement.group
+        self.tokens, num_rows = shard_vocabulary(vocab_size, placement.group)
+        self.weight = _padded_parameter(self.tokens, num_rows, hidden_size, placement)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """int64 [num_tokens] -> [num_tokens, hidden]"""
+        if self.group.size == 1:
+            return functional.embedding(ids, self.weight)
+        rows = ids - self.tokens.start
+        elsewhere = (rows < 0) | (rows >= self.tokens.size)
+        embedded = functional.embedding(rows.masked_fill(elsewhere, 0), self.weight)
+        return self.group.all_reduce(embedded.masked_fill(elsewhere[:, None], 0))
+
+    def checkpoint_tensors(self, path: str) -> Iterator[tuple[str, StoredTensor]]:
+        """The name of the table in a checkpoint, and what this rank takes from it."""
+        yield f"{path}.weight", _stored_rows(self.weight, self.tokens)
+
+
+class LanguageModelHead(nn.Module):
+    """Logits over the vocabulary, of which each rank computes those of its tokens.
+
+    weight [padded range, hidden], the embedding's own where they are tied.
+    """
+
+    def __init__(self, embedding: VocabularyEmbedding, *, tied: bool, placement: Placement) -> None:
         super().__init__()
         self.placement = placement
+        self.tokens = embedding.tokens
         self.weight = embedding.weight
+        self.tied = True
         if not tied:
             self.untie()
 
     def untie(self) -> None:
         """Gives the head a weight of its own, not yet filled."""
-        self.weight = self.placement.parameter(*self.weight.shape)
+        num_rows, hidden_size = self.weight.shape
+        self.weight = _padded_parameter(self.tokens, num_rows, hidden_size, self.placement)
+        self.tied = False
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """[rows, hidden] -> [rows, vocab]"""
-        return functional.linear(hidden, self.weight)
+        """[rows, hidden] -> [rows, padded vocabulary]; the columns beyond the vocabulary say nothing."""
+        return self.placement.group.all_gather(functional.linear(hidden, self.weight))
+
+    def checkpoint_tensors(self, path: str) -> Iterator[tuple[str, StoredTensor]]:
+        """As VocabularyEmbedding's; nothing where the weight is the embedding's."""
+        if not self.tied:
+            yield f"{path}.weight", _stored_rows(self.weight, self.tokens)
+
+
+def _padded_parameter(tokens: Shard, num_rows: int, hidden_size: int, placement: Placement) -> nn.Parameter:
+    parameter = placement.parameter(num_rows, hidden_size)
+    parameter[tokens.size :].zero_()
+    return parameter
+
+
+def _stored_rows(weight: Tensor, tokens: Shard) -> StoredTensor:
+    hidden_size = weight.shape[1]
+    source = slice(tokens.start, tokens.stop), slice(0, hidden_size)
+    return StoredTensor((tokens.total, hidden_size), [Piece(source, weight[: tokens.size])])

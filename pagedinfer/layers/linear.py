@@ -1,18 +1,23 @@
-"""Linear layers, alone and with the projections of several checkpoint tensors fused into one GEMM."""
+"""Linear layers: whole, or divided among the ranks by outputs or by inputs (Shoeybi et al., 2019).
+
+A layer divided by outputs feeds one divided by inputs, whose partial results are summed: one all-reduce for
+the two. With one rank both are plain linear layers.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from pagedinfer.distributed.sharding import Shard
 from pagedinfer.layers.placement import Placement
+from pagedinfer.layers.stored_tensor import Piece, StoredTensor
 
 
 class Linear(nn.Module):
-    """y = x W^T + b; weight [out_features, in_features]."""
+    """y = x W^T + b; weight [out_features, in_features]. Every rank has all of it."""
 
     def __init__(self, in_features: int, out_features: int, *, bias: bool, placement: Placement) -> None:
         super().__init__()
@@ -24,34 +29,90 @@ class Linear(nn.Module):
         return functional.linear(input, self.weight, self.bias)
 
 
-class FusedLinear(Linear):
-    """Several projections of one input as one GEMM; the outputs lie side by side.
+class ColumnParallelLinear(Linear):
+    """This rank's outputs of a linear layer, or of several projections of one input as one GEMM.
 
-    `parts` maps the name that each projection has in checkpoints, beside this layer's own place, to its
-    number of output features: {"q_proj": 512, "k_proj": 128, "v_proj": 128}.
+    The outputs lie side by side, in the order of `parts`. These map the name that a tensor has in
+    checkpoints, beside this layer's own place, to the shards of its outputs, in their order: {"q_proj": [q],
+    "k_proj": [k], "v_proj": [v]}, or {"qkv_proj": [q, k, v]} where they are stored as one.
+
+    `transposed`: checkpoints have the weights as [in_features, out_features], as GPT-2's do.
     """
 
     def __init__(
-        self, in_features: int, parts: Mapping[str, int], *, bias: bool, placement: Placement
+        self,
+        in_features: int,
+        parts: Mapping[str, Sequence[Shard]],
+        *,
+        bias: bool,
+        placement: Placement,
+        transposed: bool = False,
     ) -> None:
-        super().__init__(in_features, sum(parts.values()), bias=bias, placement=placement)
+        num_outputs = sum(shard.size for shards in parts.values() for shard in shards)
+        super().__init__(in_features, num_outputs, bias=bias, placement=placement)
         self.parts = dict(parts)
+        self.transposed = transposed
 
-    def checkpoint_tensors(self, path: str) -> Iterator[tuple[str, Tensor]]:
-        """The name of each tensor in a checkpoint, and the view of this layer's memory that it fills."""
+    def checkpoint_tensors(self, path: str) -> Iterator[tuple[str, StoredTensor]]:
+        """The name of each tensor in a checkpoint, and what this layer takes from it."""
         parent = path.rpartition(".")[0]
-        sizes = list(self.parts.values())
-        for kind, parameter in (("weight", self.weight), ("bias", self.bias)):
-            if parameter is not None:
-                for part, view in zip(self.parts, torch.split(parameter, sizes), strict=True):
-                    yield f"{parent}.{part}.{kind}", view
+        row = 0
+        for part, shards in self.parts.items():
+            outputs = []  # (where they are in the stored tensor, where they are here)
+            total = 0
+            for shard in shards:
+                stored = slice(total + shard.start, total + shard.stop)
+                outputs.append((stored, slice(row, row + shard.size)))
+                total += shard.total
+                row += shard.size
+            yield f"{parent}.{part}.weight", self._stored_weight(total, outputs)
+            if self.bias is not None:
+                pieces = [Piece((stored,), self.bias[here]) for stored, here in outputs]
+                yield f"{parent}.{part}.bias", StoredTensor((total,), pieces)
+
+    def _stored_weight(self, num_outputs: int, outputs: Sequence[tuple[slice, slice]]) -> StoredTensor:
+        num_inputs = self.weight.shape[1]
+        inputs = slice(0, num_inputs)
+        if self.transposed:
+            pieces = [Piece((inputs, stored), self.weight[here].t()) for stored, here in outputs]
+            return StoredTensor((num_inputs, num_outputs), pieces)
+        pieces = [Piece((stored, inputs), self.weight[here]) for stored, here in outputs]
+        return StoredTensor((num_outputs, num_inputs), pieces)
 
 
-class TransposedLinear(Linear):
-    """A linear layer whose weight checkpoints have as [in_features, out_features], as GPT-2's do."""
+class RowParallelLinear(Linear):
+    """A linear layer of which this rank has the part for its inputs; `forward` sums over the ranks.
 
-    def checkpoint_tensors(self, path: str) -> Iterator[tuple[str, Tensor]]:
-        """As FusedLinear's."""
-        yield f"{path}.weight", self.weight.t()
+    `transposed`: as in ColumnParallelLinear.
+    """
+
+    def __init__(
+        self,
+        inputs: Shard,
+        out_features: int,
+        *,
+        bias: bool,
+        placement: Placement,
+        transposed: bool = False,
+    ) -> None:
+        super().__init__(inputs.size, out_features, bias=bias, placement=placement)
+        self.inputs = inputs
+        self.group = placement.group
+        self.transposed = transposed
+
+    def forward(self, input: Tensor) -> Tensor:
+        """[..., this rank's inputs] -> [..., out_features]"""
+        bias = self.bias if self.group.rank == 0 else None  # it must enter the sum once
+        return self.group.all_reduce(functional.linear(input, self.weight, bias))
+
+    def checkpoint_tensors(self, path: str) -> Iterator[tuple[str, StoredTensor]]:
+        """As ColumnParallelLinear's."""
+        num_outputs = self.weight.shape[0]
+        outputs, inputs = slice(0, num_outputs), slice(self.inputs.start, self.inputs.stop)
+        if self.transposed:
+            shape, piece = (self.inputs.total, num_outputs), Piece((inputs, outputs), self.weight.t())
+        else:
+            shape, piece = (num_outputs, self.inputs.total), Piece((outputs, inputs), self.weight)
+        yield f"{path}.weight", StoredTensor(shape, [piece])
         if self.bias is not None:
-            yield f"{path}.bias", self.bias
+            yield f"{path}.bias", StoredTensor.whole(self.bias)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
+from pagedinfer.distributed.sharding import shard_evenly
 from pagedinfer.layers.activation import gated_activation
-from pagedinfer.layers.linear import FusedLinear, Linear
+from pagedinfer.layers.linear import ColumnParallelLinear, RowParallelLinear
 from pagedinfer.layers.placement import Placement
 
 
@@ -26,11 +27,12 @@ class GatedMLP(nn.Module):
         merged: bool = False,
     ) -> None:
         super().__init__()
-        parts = {"gate_proj": intermediate_size, "up_proj": intermediate_size}
+        inner = shard_evenly(intermediate_size, placement.group)
+        parts = {"gate_proj": [inner], "up_proj": [inner]}
         if merged:
-            parts = {"gate_up_proj": 2 * intermediate_size}
-        self.gate_up_proj = FusedLinear(hidden_size, parts, bias=bias, placement=placement)
-        self.down_proj = Linear(intermediate_size, hidden_size, bias=bias, placement=placement)
+            parts = {"gate_up_proj": [inner, inner]}
+        self.gate_up_proj = ColumnParallelLinear(hidden_size, parts, bias=bias, placement=placement)
+        self.down_proj = RowParallelLinear(inner, hidden_size, bias=bias, placement=placement)
         self.activation = gated_activation(activation)
 
     def forward(self, hidden: Tensor) -> Tensor:

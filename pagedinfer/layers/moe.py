@@ -8,9 +8,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from pagedinfer.distributed.sharding import shard_evenly
 from pagedinfer.layers.activation import gated_activation
 from pagedinfer.layers.linear import Linear
 from pagedinfer.layers.placement import Placement
+from pagedinfer.layers.stored_tensor import Piece, StoredTensor
 
 _GROUPED_CAPABILITIES = (9, 10)
 """Major compute capabilities for which torch has a grouped kernel, of bfloat16; elsewhere it loops."""
@@ -21,6 +23,9 @@ class Experts(nn.Module):
 
     The tokens are sorted by expert, and each projection of all experts is one grouped GEMM, which finds on
     the device how many tokens each expert has.
+
+    Each rank has its part of every expert's inner size, so that all have the same to do whatever the router
+    picks; `forward` sums over the ranks.
     """
 
     def __init__(
@@ -34,8 +39,10 @@ class Experts(nn.Module):
         placement: Placement,
     ) -> None:
         super().__init__()
-        self.gate_up = placement.parameter(num_experts, 2 * intermediate_size, hidden_size)
-        self.down = placement.parameter(num_experts, hidden_size, intermediate_size)
+        self.group = placement.group
+        self.inner = shard_evenly(intermediate_size, placement.group)
+        self.gate_up = placement.parameter(num_experts, 2 * self.inner.size, hidden_size)
+        self.down = placement.parameter(num_experts, hidden_size, self.inner.size)
         self.activation = gated_activation(activation)
         self.names = names
         self.expert_ids: Tensor
@@ -53,14 +60,21 @@ class Experts(nn.Module):
             and torch.cuda.get_device_capability(weight.device)[0] in _GROUPED_CAPABILITIES
         )
 
-    def checkpoint_tensors(self, path: str) -> Iterator[tuple[str, Tensor]]:
-        """The name of each tensor in a checkpoint, and the view of this layer's memory that it fills."""
+    def checkpoint_tensors(self, path: str) -> Iterator[tuple[str, StoredTensor]]:
+        """The name of each tensor in a checkpoint, and what this layer takes from it."""
         gate_name, up_name, down_name = self.names
+        total, hidden_size = self.inner.total, self.down.shape[1]
+        inner, outer = slice(self.inner.start, self.inner.stop), slice(0, hidden_size)
         for expert, (gate_up, down) in enumerate(zip(self.gate_up, self.down, strict=True)):
-            gate, up = gate_up.chunk(2)
-            yield f"{path}.{expert}.{gate_name}.weight", gate
-            yield f"{path}.{expert}.{up_name}.weight", up
-            yield f"{path}.{expert}.{down_name}.weight", down
+            for name, rows in zip((gate_name, up_name), gate_up.chunk(2), strict=True):
+                yield (
+                    f"{path}.{expert}.{name}.weight",
+                    StoredTensor((total, hidden_size), [Piece((inner, outer), rows)]),
+                )
+            yield (
+                f"{path}.{expert}.{down_name}.weight",
+                StoredTensor((hidden_size, total), [Piece((outer, inner), down)]),
+            )
 
     def forward(self, hidden: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
         """The weighted sum of each token's experts.
@@ -80,7 +94,8 @@ class Experts(nn.Module):
         numbers = torch.arange(order.shape[0], device=order.device)
         place = torch.empty_like(order).scatter_(0, order, numbers)
         results = results.index_select(0, place).view(num_tokens, k, -1)
-        return (results * weights[..., None]).sum(1).to(hidden.dtype)  # multiplied and summed in float32
+        output = (results * weights[..., None]).sum(1)  # multiplied and summed in float32
+        return self.group.all_reduce(output.to(hidden.dtype))
 
 
 class MixtureOfExperts(nn.Module):

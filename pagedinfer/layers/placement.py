@@ -1,4 +1,4 @@
-"""Where and in which precision the weights of a model live."""
+"""Where and in which precision the weights of a model live, and which ranks share them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from pagedinfer.distributed.group import SINGLE_RANK, Group
+
 
 @dataclass(frozen=True, slots=True)
 class Placement:
@@ -14,6 +16,7 @@ class Placement:
 
     dtype: torch.dtype
     device: torch.device
+    group: Group = SINGLE_RANK
 
     def parameter(self, *shape: int) -> nn.Parameter:
         """An uninitialised parameter, for inference only."""

@@ -52,5 +52,5 @@ class CausalLM(nn.Module):
         raise NotImplementedError
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """dtype [rows, hidden] -> [rows, vocab]; the rows are those that somebody wants to sample."""
+        """dtype [rows, hidden] -> [rows, padded vocabulary]; the rows are those that somebody samples."""
         return self.lm_head(hidden)  # type: ignore[no-any-return]

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from pagedinfer.layers.attention import AttentionBatch
-from pagedinfer.layers.embedding import Embedding, LanguageModelHead
+from pagedinfer.layers.embedding import LanguageModelHead, VocabularyEmbedding
 from pagedinfer.layers.mlp import GatedMLP
 from pagedinfer.layers.norm import OffsetRMSNorm
 from pagedinfer.layers.placement import Placement
@@ -80,7 +80,7 @@ class Gemma2Model(nn.Module):
     def __init__(self, config: ModelConfig, placement: Placement, max_model_len: int) -> None:
         super().__init__()
         size = config.hidden_size
-        self.embed_tokens = Embedding(config.vocab_size, size, placement=placement)
+        self.embed_tokens = VocabularyEmbedding(config.vocab_size, size, placement=placement)
         # Rounded to the model's dtype, as where the checkpoints were trained.
         self.embed_scale = float(torch.tensor(size**0.5, dtype=placement.dtype))
         rotaries = self.make_rotaries(config, max_model_len, placement)

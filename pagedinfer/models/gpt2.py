@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
+from pagedinfer.distributed.sharding import shard_evenly, shard_heads
 from pagedinfer.layers.activation import activation
 from pagedinfer.layers.attention import Attention, AttentionBatch
-from pagedinfer.layers.embedding import Embedding, LanguageModelHead
-from pagedinfer.layers.linear import TransposedLinear
+from pagedinfer.layers.embedding import Embedding, LanguageModelHead, VocabularyEmbedding
+from pagedinfer.layers.linear import ColumnParallelLinear, RowParallelLinear
 from pagedinfer.layers.norm import LayerNorm
 from pagedinfer.layers.placement import Placement
 from pagedinfer.models.causal_lm import CausalLM
@@ -21,15 +22,19 @@ class GPT2Attention(nn.Module):
         super().__init__()
         size, options = config.hidden_size, config.options
         self.head_dim = config.head_dim
-        self.c_attn = TransposedLinear(size, 3 * size, bias=True, placement=placement)
-        self.c_proj = TransposedLinear(size, size, bias=True, placement=placement)
+        heads = shard_heads(config.num_heads, config.num_heads, placement.group)
+        query, key, value = heads.widths(config.head_dim)
+        self.c_attn = ColumnParallelLinear(
+            size, {"c_attn": [query, key, value]}, bias=True, placement=placement, transposed=True
+        )
+        self.c_proj = RowParallelLinear(query, size, bias=True, placement=placement, transposed=True)
         scale = config.head_dim**-0.5 if options.get("scale_attn_weights", True) else 1.0
         if options.get("scale_attn_by_inverse_layer_idx"):
             scale /= layer + 1
         self.attention = Attention(
             layer,
-            num_heads=config.num_heads,
-            num_kv_heads=config.num_heads,
+            num_heads=heads.query.size,
+            num_kv_heads=heads.kv.size,
             head_dim=config.head_dim,
             scale=scale,
         )
@@ -43,9 +48,11 @@ class GPT2MLP(nn.Module):
     def __init__(self, config: ModelConfig, placement: Placement) -> None:
         super().__init__()
         size = config.hidden_size
-        inner = config.options.get("n_inner") or 4 * size
-        self.c_fc = TransposedLinear(size, inner, bias=True, placement=placement)
-        self.c_proj = TransposedLinear(inner, size, bias=True, placement=placement)
+        inner = shard_evenly(config.options.get("n_inner") or 4 * size, placement.group)
+        self.c_fc = ColumnParallelLinear(
+            size, {"c_fc": [inner]}, bias=True, placement=placement, transposed=True
+        )
+        self.c_proj = RowParallelLinear(inner, size, bias=True, placement=placement, transposed=True)
         self.activation = activation(config.options["activation_function"])
 
     def forward(self, hidden: Tensor) -> Tensor:
@@ -74,7 +81,7 @@ class GPT2Model(nn.Module):
     def __init__(self, config: ModelConfig, placement: Placement) -> None:
         super().__init__()
         size = config.hidden_size
-        self.wte = Embedding(config.vocab_size, size, placement=placement)
+        self.wte = VocabularyEmbedding(config.vocab_size, size, placement=placement)
         self.wpe = Embedding(config.max_position_embeddings, size, placement=placement)
         self.h = nn.ModuleList(GPT2Block(config, layer, placement) for layer in range(config.num_layers))
         self.ln_f = LayerNorm(size, config.options["layer_norm_epsilon"], placement=placement)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
+from pagedinfer.distributed.sharding import Shard, shard_heads
 from pagedinfer.layers.attention import AttentionBatch, RotaryAttention
-from pagedinfer.layers.embedding import Embedding, LanguageModelHead
-from pagedinfer.layers.linear import FusedLinear, Linear
+from pagedinfer.layers.embedding import LanguageModelHead, VocabularyEmbedding
+from pagedinfer.layers.linear import ColumnParallelLinear, RowParallelLinear
 from pagedinfer.layers.mlp import GatedMLP
 from pagedinfer.layers.norm import RMSNorm
 from pagedinfer.layers.placement import Placement
@@ -31,14 +32,16 @@ class LlamaAttention(nn.Module):
         logit_cap: float = 0.0,
     ) -> None:
         super().__init__()
-        self.num_heads, self.num_kv_heads = config.num_heads, config.num_kv_heads
+        heads = shard_heads(config.num_heads, config.num_kv_heads, placement.group)
+        self.num_heads, self.num_kv_heads = heads.query.size, heads.kv.size
         self.head_dim = config.head_dim
         self.query_size = self.num_heads * self.head_dim
         self.kv_size = self.num_kv_heads * self.head_dim
-        self.qkv_proj = FusedLinear(
-            config.hidden_size, self.projections(), bias=qkv_bias, placement=placement
+        query, key, value = heads.widths(self.head_dim)
+        self.qkv_proj = ColumnParallelLinear(
+            config.hidden_size, self.projections(query, key, value), bias=qkv_bias, placement=placement
         )
-        self.o_proj = Linear(self.query_size, config.hidden_size, bias=output_bias, placement=placement)
+        self.o_proj = RowParallelLinear(query, config.hidden_size, bias=output_bias, placement=placement)
         self.rotary = rotary
         self.attention = RotaryAttention(
             layer,
@@ -50,9 +53,9 @@ class LlamaAttention(nn.Module):
             logit_cap=logit_cap,
         )
 
-    def projections(self) -> dict[str, int]:
-        """The names of query, key and value in checkpoints, and their widths."""
-        return {"q_proj": self.query_size, "k_proj": self.kv_size, "v_proj": self.kv_size}
+    def projections(self, query: Shard, key: Shard, value: Shard) -> dict[str, list[Shard]]:
+        """The names of query, key and value in checkpoints, and this rank's parts of them."""
+        return {"q_proj": [query], "k_proj": [key], "v_proj": [value]}
 
     def head_norms(self) -> tuple[RMSNorm | None, RMSNorm | None]:
         """The norms of query and key heads that go in one pass with the rotation: none here."""
@@ -143,7 +146,7 @@ class LlamaModel(nn.Module):
         layer_class: type[LlamaDecoderLayer],
     ) -> None:
         super().__init__()
-        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, placement=placement)
+        self.embed_tokens = VocabularyEmbedding(config.vocab_size, config.hidden_size, placement=placement)
         rotary = RotaryEmbedding(config.rope(), max_model_len=max_model_len, device=placement.device)
         self.layers = nn.ModuleList(
             layer_class(config, layer, rotary, placement) for layer in range(config.num_layers)

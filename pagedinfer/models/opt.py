@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
+from pagedinfer.distributed.sharding import shard_evenly, shard_heads
 from pagedinfer.layers.activation import activation
 from pagedinfer.layers.attention import Attention, AttentionBatch
-from pagedinfer.layers.embedding import Embedding, LanguageModelHead
-from pagedinfer.layers.linear import FusedLinear, Linear
+from pagedinfer.layers.embedding import Embedding, LanguageModelHead, VocabularyEmbedding
+from pagedinfer.layers.linear import ColumnParallelLinear, Linear, RowParallelLinear
 from pagedinfer.layers.norm import LayerNorm
 from pagedinfer.layers.placement import Placement
 from pagedinfer.models.causal_lm import CausalLM
@@ -24,12 +25,13 @@ class OPTAttention(nn.Module):
         super().__init__()
         size, bias = config.hidden_size, config.options["enable_bias"]
         self.head_dim = config.head_dim
-        self.qkv_proj = FusedLinear(
-            size, {"q_proj": size, "k_proj": size, "v_proj": size}, bias=bias, placement=placement
-        )
-        self.out_proj = Linear(size, size, bias=bias, placement=placement)
+        heads = shard_heads(config.num_heads, config.num_heads, placement.group)
+        query, key, value = heads.widths(config.head_dim)
+        parts = {"q_proj": [query], "k_proj": [key], "v_proj": [value]}
+        self.qkv_proj = ColumnParallelLinear(size, parts, bias=bias, placement=placement)
+        self.out_proj = RowParallelLinear(query, size, bias=bias, placement=placement)
         self.attention = Attention(
-            layer, num_heads=config.num_heads, num_kv_heads=config.num_heads, head_dim=config.head_dim
+            layer, num_heads=heads.query.size, num_kv_heads=heads.kv.size, head_dim=config.head_dim
         )
 
     def forward(self, hidden: Tensor, kv_cache: Tensor, attention: AttentionBatch) -> Tensor:
@@ -42,13 +44,14 @@ class OPTDecoderLayer(nn.Module):
 
     def __init__(self, config: ModelConfig, layer: int, placement: Placement) -> None:
         super().__init__()
-        size, inner = config.hidden_size, config.options["ffn_dim"]
+        size = config.hidden_size
+        inner = shard_evenly(config.options["ffn_dim"], placement.group)
         bias = config.options["enable_bias"]
         self.norm_before = config.options["do_layer_norm_before"]
         self.self_attn = OPTAttention(config, layer, placement)
         self.self_attn_layer_norm = LayerNorm(size, _EPSILON, placement=placement)
-        self.fc1 = Linear(size, inner, bias=bias, placement=placement)
-        self.fc2 = Linear(inner, size, bias=bias, placement=placement)
+        self.fc1 = ColumnParallelLinear(size, {"fc1": [inner]}, bias=bias, placement=placement)
+        self.fc2 = RowParallelLinear(inner, size, bias=bias, placement=placement)
         self.final_layer_norm = LayerNorm(size, _EPSILON, placement=placement)
         self.activation = activation(config.options["activation_function"])
 
@@ -73,7 +76,7 @@ class OPTDecoder(nn.Module):
         super().__init__()
         options, size = config.options, config.hidden_size
         width = options.get("word_embed_proj_dim") or size
-        self.embed_tokens = Embedding(config.vocab_size, width, placement=placement)
+        self.embed_tokens = VocabularyEmbedding(config.vocab_size, width, placement=placement)
         self.embed_positions = Embedding(
             config.max_position_embeddings + _POSITION_OFFSET, size, placement=placement
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
+from pagedinfer.distributed.sharding import Shard
 from pagedinfer.layers.mlp import GatedMLP
 from pagedinfer.layers.placement import Placement
 from pagedinfer.layers.rotary import RotaryEmbedding
@@ -12,8 +13,8 @@ from pagedinfer.models.model_config import ModelConfig
 
 
 class Phi3Attention(LlamaAttention):
-    def projections(self) -> dict[str, int]:
-        return {"qkv_proj": self.query_size + 2 * self.kv_size}
+    def projections(self, query: Shard, key: Shard, value: Shard) -> dict[str, list[Shard]]:
+        return {"qkv_proj": [query, key, value]}
 
 
 class Phi3DecoderLayer(LlamaDecoderLayer):

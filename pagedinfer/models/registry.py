@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
+    from pagedinfer.distributed.group import Group
     from pagedinfer.models.causal_lm import CausalLM
     from pagedinfer.models.model_config import ModelConfig
 
@@ -51,6 +52,26 @@ def window_by_layer_type(options: Options, layer: int) -> int:
     return same_window(options, layer) if slides else 0
 
 
+InnerSizes = Callable[[Options], Mapping[str, int]]
+"""The inner sizes of the feed-forward blocks, by their names in config.json."""
+
+
+def intermediate_size(options: Options) -> Mapping[str, int]:
+    return {"intermediate_size": options["intermediate_size"]}
+
+
+def ffn_dim(options: Options) -> Mapping[str, int]:
+    return {"ffn_dim": options["ffn_dim"]}
+
+
+def n_inner(options: Options) -> Mapping[str, int]:
+    return {"n_inner": options.get("n_inner") or 4 * options["n_embd"]}
+
+
+def of_experts_and_dense_layers(options: Options) -> Mapping[str, int]:
+    return {name: options[name] for name in ("intermediate_size", "moe_intermediate_size")}
+
+
 @dataclass(frozen=True, slots=True)
 class Family:
     """What config.json means for one architecture."""
@@ -62,6 +83,8 @@ class Family:
     names: Mapping[str, str] = field(default_factory=dict)
     """Its own word for a common option, where it has one: {"hidden_size": "n_embd"}."""
     window: Windows = no_window
+    inner_sizes: InnerSizes = intermediate_size
+    """What is divided among the ranks of tensor parallelism, beside the heads and the vocabulary."""
     has_rope: bool = True
     """Whether positions are rotated in, and not learned."""
     stretch_is_counted: bool = False
@@ -95,6 +118,7 @@ FAMILIES: Mapping[str, Family] = {
             "num_attention_heads": "n_head",
             "max_position_embeddings": "n_positions",
         },
+        inner_sizes=n_inner,
         has_rope=False,
     ),
     "Gemma2ForCausalLM": Family(
@@ -154,6 +178,7 @@ FAMILIES: Mapping[str, Family] = {
             "layer_norm_elementwise_affine": True,
             "tie_word_embeddings": True,
         },
+        inner_sizes=ffn_dim,
         has_rope=False,
     ),
     "Phi3ForCausalLM": Family(
@@ -190,6 +215,7 @@ FAMILIES: Mapping[str, Family] = {
             "sliding_window": 4096,
         },
         window=window_if_used,
+        inner_sizes=of_experts_and_dense_layers,
     ),
 }
 
@@ -208,7 +234,12 @@ def find_family(architecture: str) -> Family:
 
 
 def build_model(
-    config: ModelConfig, dtype: torch.dtype, device: torch.device, *, max_model_len: int | None = None
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    max_model_len: int | None = None,
+    group: Group | None = None,
 ) -> CausalLM:
     """The module of a configuration, its weights allocated but not filled; imports torch.
 
@@ -218,14 +249,16 @@ def build_model(
         device: where the weights are; "meta" only lays the model out.
         max_model_len: positions that the rotary table has; the embeddings that adapt to the length of the
             context ("dynamic", "longrope") adapt to this one. Default: config.max_model_len.
+        group: the ranks that share the model, of which this one gets its part; by default it is alone.
 
     Raises:
-        ValueError: an option, or a head_dim, that is not supported.
+        ValueError: an option, or a head_dim, that is not supported, or sizes that the ranks cannot share.
     """
+    from pagedinfer.distributed.group import SINGLE_RANK
     from pagedinfer.layers.placement import Placement
 
     module = import_module(f"pagedinfer.models.{find_family(config.architecture).module}")
     model: CausalLM = getattr(module, config.architecture)(
-        config, Placement(dtype, device), max_model_len or config.max_model_len
+        config, Placement(dtype, device, group or SINGLE_RANK), max_model_len or config.max_model_len
     )
     return model

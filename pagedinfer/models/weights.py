@@ -12,6 +12,8 @@ from tqdm import tqdm
 
 from pagedinfer.config import LOAD_FORMATS
 from pagedinfer.errors import WeightsError
+from pagedinfer.layers.embedding import VocabularyEmbedding
+from pagedinfer.layers.stored_tensor import StoredTensor
 from pagedinfer.logging import get_logger
 from pagedinfer.models.causal_lm import CausalLM
 from pagedinfer.models.checkpoint import CheckpointFile, find_files, shorten
@@ -29,7 +31,7 @@ def load_weights(
 
     Only the files that the index lists are read, or the single one where there is no index. Each tensor is
     copied straight to where it belongs, from the mapped file or read piece by piece, and converted to the
-    model's dtype on the way.
+    model's dtype on the way; of a tensor that is divided among ranks, only this rank's part is read.
 
     Args:
         model: from `build_model`.
@@ -52,32 +54,33 @@ def load_weights(
         _load_files(model, find_files(Path(path), load_format), use_tqdm)
 
 
-def checkpoint_tensors(model: CausalLM) -> dict[str, Tensor]:
-    """Where each tensor of a checkpoint goes: its name, and the view of the model's memory that it fills."""
-    destinations: dict[str, Tensor] = {}
-    seen: set[int] = set()
+def checkpoint_tensors(model: CausalLM) -> dict[str, StoredTensor]:
+    """What the model takes from a checkpoint: by a tensor's name, where each part of it goes."""
+    wanted: dict[str, StoredTensor] = {}
     for path, module in model.named_modules():
         if hasattr(module, "checkpoint_tensors"):
-            destinations |= module.checkpoint_tensors(path)
+            wanted |= module.checkpoint_tensors(path)
             continue
         for name, parameter in module.named_parameters(path, recurse=False):
-            if id(parameter) not in seen:  # a tied weight has one name, that of the embedding
-                seen.add(id(parameter))
-                destinations[name] = parameter
+            wanted[name] = StoredTensor.whole(parameter)
+    return {_checkpoint_name(model, name): stored for name, stored in wanted.items()}
+
+
+def _checkpoint_name(model: CausalLM, name: str) -> str:
     for ours, theirs in model.checkpoint_names.items():
-        destinations = {name.replace(ours, theirs): view for name, view in destinations.items()}
-    return destinations
+        name = name.replace(ours, theirs)
+    return name
 
 
 def _load_files(model: CausalLM, files: list[CheckpointFile], use_tqdm: bool) -> None:
     found = {name: file for file in files for name in file.names()}
     ours = _names_in_model(model, found)
     _untie_if_stored_differently(model, {ours[name]: (name, file) for name, file in found.items()})
-    destinations = checkpoint_tensors(model)
-    _check_names(model, files[0].path.parent, destinations, found, ours)
+    stored_tensors = checkpoint_tensors(model)
+    _check_names(model, files[0].path.parent, stored_tensors, found, ours)
     narrowed = False
     device = model.lm_head.weight.device
-    total = sum(destination.nbytes for destination in destinations.values())
+    total = sum(piece.destination.nbytes for stored in stored_tensors.values() for piece in stored.pieces)
     with (
         tqdm(
             total=total,
@@ -90,14 +93,16 @@ def _load_files(model: CausalLM, files: list[CheckpointFile], use_tqdm: bool) ->
         Uploader(device) as uploader,
     ):
         for file in files:
-            wanted = [name for name in found if found[name] is file and ours[name] in destinations]
+            wanted = [name for name in found if found[name] is file and ours[name] in stored_tensors]
             with file.open() as tensors:
                 for name in wanted:
-                    source, destination = tensors.get(name), destinations[ours[name]]
-                    _check(source, destination, name, file)
-                    narrowed |= (source.dtype, destination.dtype) == (torch.bfloat16, torch.float16)
-                    uploader.copy(source, destination, tensors.place(name, source))
-                    bar.update(destination.nbytes)
+                    source, stored = tensors.get(name), stored_tensors[ours[name]]
+                    _check(source, stored, name, file)
+                    place = tensors.place(name, source)
+                    for piece in stored.pieces:
+                        narrowed |= (source.dtype, piece.destination.dtype) == (torch.bfloat16, torch.float16)
+                        uploader.copy(source[piece.source], piece.destination, place)
+                        bar.update(piece.destination.nbytes)
                 uploader.finish()
     if narrowed:
         logger.warning(
@@ -117,17 +122,17 @@ def _names_in_model(model: CausalLM, found: Mapping[str, CheckpointFile]) -> dic
 def _check_names(
     model: CausalLM,
     folder: Path,
-    destinations: Mapping[str, Tensor],
+    wanted: Mapping[str, StoredTensor],
     found: Mapping[str, CheckpointFile],
     ours: Mapping[str, str],
 ) -> None:
-    unused = [*model.ignored_tensors, *(["lm_head\\.weight"] if "lm_head.weight" not in destinations else [])]
+    unused = [*model.ignored_tensors, *(["lm_head\\.weight"] if "lm_head.weight" not in wanted else [])]
     ignored = re.compile("|".join(f"(?:{pattern})" for pattern in unused))
-    missing = sorted(set(destinations) - set(ours.values()))
+    missing = sorted(set(wanted) - set(ours.values()))
     unexpected = sorted(
         f"{name} ({file.path.name})"
         for name, file in found.items()
-        if ours[name] not in destinations and not ignored.fullmatch(ours[name])
+        if ours[name] not in wanted and not ignored.fullmatch(ours[name])
     )
     problems = [
         f"{kind}: {shorten(names)}"
@@ -140,25 +145,23 @@ def _check_names(
         )
 
 
-def _check(source: Tensor, destination: Tensor, name: str, file: CheckpointFile) -> None:
+def _check(source: Tensor, stored: StoredTensor, name: str, file: CheckpointFile) -> None:
     if source.dtype not in _DTYPES:
         raise WeightsError(
             f"{name} in {file.path} is {source.dtype}; supported are float32, float16, bfloat16"
         )
-    if source.shape != destination.shape:
+    if source.shape != stored.shape:
         raise WeightsError(
-            f"{name} in {file.path} has shape {list(source.shape)}, the model's has {list(destination.shape)}"
+            f"{name} in {file.path} has shape {list(source.shape)}, the model's has {list(stored.shape)}"
         )
 
 
 def _untie_if_stored_differently(model: CausalLM, found: Mapping[str, tuple[str, CheckpointFile]]) -> None:
     """Some checkpoints say that the head is tied and store one that is not the embedding: take theirs."""
-    embedding = next(
-        (name for name, weight in checkpoint_tensors(model).items() if weight is model.lm_head.weight), None
-    )
-    if embedding in (None, "lm_head.weight") or not {embedding, "lm_head.weight"} <= found.keys():
+    [path] = [path for path, module in model.named_modules() if isinstance(module, VocabularyEmbedding)]
+    embedding = _checkpoint_name(model, f"{path}.weight")
+    if not model.lm_head.tied or not {embedding, "lm_head.weight"} <= found.keys():
         return
-    assert embedding is not None
     (ours, one), (theirs, other) = found[embedding], found["lm_head.weight"]
     with one.open() as tensors, other.open() as others:
         if not torch.equal(tensors.get(ours), others.get(theirs)):
@@ -166,12 +169,24 @@ def _untie_if_stored_differently(model: CausalLM, found: Mapping[str, tuple[str,
 
 
 def _fill_randomly(model: CausalLM, seed: int) -> None:
-    """Matrices of small normal numbers; norms of one and biases of zero, so that activations stay finite."""
+    """Matrices of small normal numbers; norms of one and biases of zero, so that activations stay finite.
+
+    What every rank has all of is the same on each.
+    """
     parameters = dict(model.named_parameters())
-    device = next(iter(parameters.values())).device
-    generator = torch.Generator(device).manual_seed(seed)
+    weight = model.lm_head.weight
+    group = model.lm_head.placement.group
+    common = torch.Generator(weight.device).manual_seed(seed)
+    own = torch.Generator(weight.device).manual_seed(seed + 1 + group.rank)
+    divided = {
+        id(parameter)
+        for module in model.modules()
+        if hasattr(module, "checkpoint_tensors")
+        for parameter in module.parameters(recurse=False)
+    }
     for name, parameter in parameters.items():
         if parameter.dim() > 1:
-            parameter.normal_(std=0.02, generator=generator)
+            is_own = group.size > 1 and id(parameter) in divided
+            parameter.normal_(std=0.02, generator=own if is_own else common)
         else:
             parameter.fill_(1.0 if name.endswith("weight") else 0.0)

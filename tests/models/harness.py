@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 from pagedinfer import ops
+from pagedinfer.distributed.group import SINGLE_RANK, Group
+from pagedinfer.distributed.sharding import shard_heads
 from pagedinfer.layers.attention import AttentionBatch
 from pagedinfer.models.causal_lm import CausalLM
 from pagedinfer.models.model_config import ModelConfig
@@ -20,21 +22,34 @@ from pagedinfer.models.registry import build_model
 from pagedinfer.models.weights import load_weights
 
 
-def load(path: Path, *, device: str = "cpu", dtype: torch.dtype = torch.float32) -> PagedModel:
+def load(
+    path: Path,
+    *,
+    device: str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    group: Group = SINGLE_RANK,
+) -> PagedModel:
     """The model in a folder, ready to run."""
     config = ModelConfig.from_pretrained(path)
-    model = build_model(config, dtype, torch.device(device))
+    model = build_model(config, dtype, torch.device(device), group=group)
     load_weights(model, path, use_tqdm=False)
-    return PagedModel(model, config, torch.device(device), dtype)
+    return PagedModel(model, config, torch.device(device), dtype, group)
 
 
 class PagedModel:
     """A model with the steps that an engine would run."""
 
     def __init__(
-        self, model: CausalLM, config: ModelConfig, device: torch.device, dtype: torch.dtype
+        self,
+        model: CausalLM,
+        config: ModelConfig,
+        device: torch.device,
+        dtype: torch.dtype,
+        group: Group = SINGLE_RANK,
     ) -> None:
         self.model, self.config, self.device, self.dtype = model, config, device, dtype
+        heads = shard_heads(config.num_heads, config.num_kv_heads, group)
+        self.num_heads, self.num_kv_heads = heads.query.size, heads.kv.size
 
     @torch.inference_mode()
     def logits(
@@ -56,7 +71,7 @@ class PagedModel:
         while any(done[i] < len(prompt) for i, prompt in enumerate(prompts)):
             counts = [min(chunk or len(p), len(p) - done[i]) for i, p in enumerate(prompts)]
             hidden = self._step(prompts, done, counts, cache, tables, block_size)
-            logits = self.model.compute_logits(hidden).split(counts)
+            logits = self._compute_logits(hidden).split(counts)
             for i, count in enumerate(counts):
                 rows[i].append(logits[i])
                 done[i] += count
@@ -73,11 +88,14 @@ class PagedModel:
             counts = [len(tokens[i]) - done[i] for i in range(len(tokens))]
             hidden = self._step(tokens, done, counts, cache, tables, block_size)
             last = torch.tensor(counts, device=self.device).cumsum(0) - 1
-            drawn = self.model.compute_logits(hidden[last]).argmax(-1).tolist()
+            drawn = self._compute_logits(hidden[last]).argmax(-1).tolist()
             for i, token in enumerate(drawn):
                 done[i] = len(tokens[i])
                 tokens[i].append(token)
         return [tokens[i][len(prompt) :] for i, prompt in enumerate(prompts)]
+
+    def _compute_logits(self, hidden: Tensor) -> Tensor:
+        return self.model.compute_logits(hidden)[:, : self.config.vocab_size]
 
     def _cache(
         self, sequences: list[list[int]], block_size: int, seed: int
@@ -85,7 +103,7 @@ class PagedModel:
         config = self.config
         counts = [-(-len(sequence) // block_size) for sequence in sequences]
         num_blocks = sum(counts) + 3
-        shape = (num_blocks, config.num_layers, 2, config.num_kv_heads, block_size, config.head_dim)
+        shape = (num_blocks, config.num_layers, 2, self.num_kv_heads, block_size, config.head_dim)
         cache = torch.full(shape, torch.nan, dtype=self.dtype, device=self.device)
         blocks = iter(np.random.default_rng(seed).permutation(num_blocks).tolist())
         return cache, [[next(blocks) for _ in range(count)] for count in counts]
@@ -120,8 +138,8 @@ class PagedModel:
                 lengths,
                 num_tokens=len(input_ids),
                 max_query_len=max(counts),
-                num_heads=self.config.num_heads,
-                num_kv_heads=self.config.num_kv_heads,
+                num_heads=self.num_heads,
+                num_kv_heads=self.num_kv_heads,
                 head_dim=self.config.head_dim,
                 block_size=block_size,
                 sliding_window=window,
