@@ -55,6 +55,8 @@ class EngineConfig:
     watermark: float = 0.0  # share of the KV cache, in [0, 1)
     preemption_mode: Literal["auto", "swap", "recompute"] = "auto"
     swap_space: float | None = None  # GiB of CPU memory
+    tensor_parallel_size: int = 1  # ranks
+    distributed_backend: Literal["auto", "nccl", "gloo"] = "auto"
     enforce_eager: bool = False
     async_scheduling: bool | None = None  # None: with a GPU, unless by priority
     max_logprobs: int = 20  # -1: no limit
@@ -82,6 +84,8 @@ class EngineConfig:
         _check_choice("device", self.device, ("auto", "cuda", "cpu"))
         _check_choice("scheduling_policy", self.scheduling_policy, ("fcfs", "priority"))
         _check_choice("preemption_mode", self.preemption_mode, ("auto", "swap", "recompute"))
+        _check_choice("distributed_backend", self.distributed_backend, ("auto", "nccl", "gloo"))
+        _check_int("tensor_parallel_size", self.tensor_parallel_size, 1, unit="ranks")
         _check_int("seed", self.seed, 0, 2**64 - 1)
         _check_float("gpu_memory_utilization", self.gpu_memory_utilization, 0.0, 1.0, above_low=True)
         for name, high, unit in (

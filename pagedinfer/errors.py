@@ -32,7 +32,7 @@ class EngineStartError(PagedinferError):
 
 
 class EngineDeadError(PagedinferError):
-    """The engine's process has ended; requests in flight are lost, and there will be no others."""
+    """The engine's process has ended, or a rank of it died or hung; it will serve no more requests."""
 
 
 class RequestFailedError(PagedinferError):

@@ -33,8 +33,8 @@ class LLM:
             for output in llm.generate(["Hello, my name is"], SamplingParams(max_tokens=32)):
                 print(output.outputs[0].text)
 
-    It runs in this process, on one GPU or on the CPU, and starts no other. `close()`, or the end of a
-    `with` block, gives all its memory back.
+    It runs in this process, on one GPU or on the CPU, and starts no other, unless tensor_parallel_size is
+    more than one. `close()`, or the end of a `with` block, gives all its memory back.
 
     Args:
         model: folder of a checkpoint as transformers saves it: config.json and safetensors. Or a GGUF file.
@@ -78,6 +78,11 @@ class LLM:
         preemption_mode: what happens to a running request whose blocks another one needs: "swap" moves them
             to CPU memory, "recompute" drops them, "auto" takes the cheaper.
         swap_space: GiB of CPU memory to swap to. By default 4 with a GPU, 0 without.
+        tensor_parallel_size: how many GPUs, or processes on a CPU, share the model. Each is a rank, with a
+            process of its own that ends with the LLM; what is said of memory above is of each rank, except
+            for `swap_space`, which the ranks of a machine share.
+        distributed_backend: what connects the ranks: "nccl" between GPUs, "gloo" through the CPU, with which
+            ranks may share a GPU; "auto" takes NCCL on GPUs.
         enforce_eager: on a GPU, launch every step kernel by kernel, instead of replaying CUDA graphs for
             steps of decodes alone. It saves the time and memory of capturing; small batches are slower.
         async_scheduling: schedule and launch a step while the device computes the one before, so that it
@@ -98,6 +103,7 @@ class LLM:
         WeightsError: the checkpoint's tensors are not the model's; the message names them.
         DeviceError: no GPU can be used and device="cuda"; the message says why.
         DownloadError: a model of the hub that cannot be fetched; the message says what to do.
+        EngineDeadError: a rank of tensor parallelism died while it started.
         OutOfMemoryError: weights or KV cache do not fit; the message says what was wanted, what there is,
             and what would fit.
     """
@@ -131,6 +137,8 @@ class LLM:
         watermark: float = 0.0,
         preemption_mode: Literal["auto", "swap", "recompute"] = "auto",
         swap_space: float | None = None,
+        tensor_parallel_size: int = 1,
+        distributed_backend: Literal["auto", "nccl", "gloo"] = "auto",
         enforce_eager: bool = False,
         async_scheduling: bool | None = None,
         max_logprobs: int = 20,
@@ -167,6 +175,8 @@ class LLM:
             watermark=watermark,
             preemption_mode=preemption_mode,
             swap_space=swap_space,
+            tensor_parallel_size=tensor_parallel_size,
+            distributed_backend=distributed_backend,
             enforce_eager=enforce_eager,
             async_scheduling=async_scheduling,
             max_logprobs=max_logprobs,

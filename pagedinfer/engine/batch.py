@@ -8,11 +8,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
+from pagedinfer.sampling_params import SamplingParams  # at run time, too: what decodes a Batch needs it
+
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
-
-    from pagedinfer.sampling_params import SamplingParams
 
 
 @dataclass(slots=True)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from pagedinfer.beam_search import BeamSearchParams
 from pagedinfer.chat_template import read_template
 from pagedinfer.config import EngineConfig
+from pagedinfer.distributed.worker_group import WorkerGroup
 from pagedinfer.engine.batch import Batch
 from pagedinfer.engine.beam_searches import BeamSearches
 from pagedinfer.engine.garbage import FrozenGarbage
@@ -59,7 +60,10 @@ class LLMEngine:
         self.default_sampling_params = default_sampling_params(
             config.generation_config, self.model_config.generation
         )
-        self.worker = Worker(config, self.model_config, num_known_tokens=num_known_tokens(self.tokenizer))
+        make_worker = Worker if config.tensor_parallel_size == 1 else WorkerGroup
+        self.worker: Worker | WorkerGroup = make_worker(
+            config, self.model_config, num_known_tokens=num_known_tokens(self.tokenizer)
+        )
         self.scheduler = Scheduler(
             SchedulerConfig(
                 max_num_seqs=self.worker.max_num_seqs,
@@ -148,6 +152,11 @@ class LLMEngine:
         """Raises ValueError if these parameters do not suit the model or its tokenizer."""
         params.check_model(self.model_config.vocab_size, self.config.max_logprobs)
         self.input_processor.bad_word_ids(params.bad_words or ())
+        if params.logits_processors and self.config.tensor_parallel_size > 1:
+            raise ValueError(
+                "logits_processors are functions of this process, and the ranks of tensor parallelism are "
+                "others: they need tensor_parallel_size=1"
+            )
 
     def add_beam_search(
         self,

@@ -18,6 +18,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from pagedinfer.distributed.group import SINGLE_RANK, Group
 from pagedinfer.runner.step_result import DrawnTokens, StepResult
 
 Compute = Callable[[Tensor, DrawnTokens], None]
@@ -44,9 +45,11 @@ class DecodeGraphs:
     Args:
         sizes: numbers of rows to pad to, ascending; empty: `run` is of no use.
         device: where.
+        group: the ranks that run the same graphs.
     """
 
-    def __init__(self, sizes: Sequence[int], device: torch.device) -> None:
+    def __init__(self, sizes: Sequence[int], device: torch.device, group: Group = SINGLE_RANK) -> None:
+        self._group = group
         self.sizes = list(sizes)
         self.max_rows = self.sizes[-1] if self.sizes else 0
         self._device = device
@@ -85,7 +88,8 @@ class DecodeGraphs:
         if self._stream is not None:
             deadline = time.monotonic() + seconds
             for size in sizes:
-                if size not in self._graphs and time.monotonic() < deadline:
+                # All ranks or none: the graph begins with a step that they run together.
+                if size not in self._graphs and self._group.least([time.monotonic() < deadline])[0]:
                     self._capture(size, compute, self._stream)
         return len(self._graphs)
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from pagedinfer import ops
+from pagedinfer.distributed.group import SINGLE_RANK, Group
 from pagedinfer.engine.batch import Batch, ScheduledRequest
 from pagedinfer.layers.attention import AttentionBatch
 from pagedinfer.models.causal_lm import CausalLM
@@ -44,7 +45,8 @@ class ModelRunner:
     those with a request that changes its logits or asks for more than tokens, and all if there are no sizes,
     are run as they are.
 
-    `num_known_tokens`: token ids from here on are never drawn; by default all may be.
+    `num_known_tokens`: token ids from here on are never drawn; by default all may be. `group`: the ranks that
+    share the model; each draws the same tokens from the same logits, so that none has to be told.
     """
 
     def __init__(
@@ -59,9 +61,11 @@ class ModelRunner:
         decode_sizes: Sequence[int] = (),
         num_known_tokens: int | None = None,
         processed_logprobs: bool = False,
+        group: Group = SINGLE_RANK,
     ) -> None:
         self._model = model
         self._config = config
+        self._num_heads = config.num_heads // group.size
         self._windows = sorted(set(config.sliding_windows))
         self._cache = cache
         self._device = device
@@ -83,7 +87,7 @@ class ModelRunner:
         self._top_logprobs = TopLogprobs(
             max_num_seqs=max_num_seqs, vocab_size=num_known_tokens, device=device
         )
-        self._graphs = DecodeGraphs(decode_sizes, device)
+        self._graphs = DecodeGraphs(decode_sizes, device, group)
 
     @torch.inference_mode()
     def execute(self, batch: Batch) -> StepResult:
@@ -209,8 +213,8 @@ class ModelRunner:
                 inputs.seq_lens,
                 num_tokens=inputs.input_ids.shape[0],
                 max_query_len=inputs.max_query_len,
-                num_heads=self._config.num_heads,
-                num_kv_heads=self._config.num_kv_heads,
+                num_heads=self._num_heads,
+                num_kv_heads=self._cache.shape.num_kv_heads,
                 head_dim=self._config.head_dim,
                 block_size=self._cache.shape.block_size,
                 sliding_window=window,

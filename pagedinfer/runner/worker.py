@@ -1,4 +1,4 @@
-"""One device with its model, weights and KV cache: what an engine hands its batches to."""
+"""One device with its model, or a rank's part of it, and KV cache: what an engine hands its batches to."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ import time
 import torch
 
 from pagedinfer.config import EngineConfig
+from pagedinfer.distributed.group import SINGLE_RANK, Group
+from pagedinfer.distributed.sharding import shard_heads
 from pagedinfer.engine.batch import Batch, StepHandle
 from pagedinfer.errors import OutOfMemoryError
 from pagedinfer.logging import get_logger
@@ -41,6 +43,8 @@ class Worker:
         config: what the engine is made with.
         model_config: of the model.
         num_known_tokens: token ids from here on are never drawn; by default all of the vocabulary may be.
+        group: the ranks that share the model. Each has a worker of its own, with its part of the model; all
+            are made at the same time, have the same limits, and execute the same batches.
 
     Raises:
         ValueError: a max_model_len beyond the model's.
@@ -50,15 +54,21 @@ class Worker:
     """
 
     def __init__(
-        self, config: EngineConfig, model_config: ModelConfig, *, num_known_tokens: int | None = None
+        self,
+        config: EngineConfig,
+        model_config: ModelConfig,
+        *,
+        num_known_tokens: int | None = None,
+        group: Group = SINGLE_RANK,
     ) -> None:
+        self._group = group
         self._num_known_tokens = num_known_tokens
         self.device = resolve_device(config.device)
         self.dtype = resolve_dtype(config.dtype, model_config.dtype, self.device)
         self._config = config
         self._model_config = model_config
         self._meter = GpuMemoryMeter(self.device) if self.device.type == "cuda" else None
-        self.max_num_seqs, self.max_num_batched_tokens = self._limits()
+        self.max_num_seqs, self.max_num_batched_tokens = group.least(self._limits())
         wanted_len = config.max_model_len
         if wanted_len is not None and wanted_len > model_config.max_model_len:
             raise ValueError(
@@ -67,16 +77,17 @@ class Worker:
             )
         self._shape = KVCacheShape(
             num_layers=model_config.num_layers,
-            num_kv_heads=model_config.num_kv_heads,
+            num_kv_heads=shard_heads(model_config.num_heads, model_config.num_kv_heads, group).kv.size,
             block_size=config.block_size,
             head_dim=model_config.head_dim,
             dtype=self.dtype,
         )
         self._model = self._load()
         size = self._size_cache()
-        self.max_model_len = size.max_model_len
-        self.num_blocks = size.num_blocks
-        self.num_cpu_blocks = self._swap_space() // self._shape.block_bytes
+        num_cpu_blocks = self._swap_space() // self._shape.block_bytes
+        self.num_blocks, self.max_model_len, self.num_cpu_blocks = group.least(
+            [size.num_blocks, size.max_model_len, num_cpu_blocks]
+        )
         self._runner = self._make_runner(self.num_blocks, self.num_cpu_blocks, self.max_model_len)
         self._capture_graphs()
         num_kv_tokens = self.num_blocks * config.block_size
@@ -91,7 +102,7 @@ class Worker:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of a block of the KV cache."""
+        """Bytes of a block of the KV cache, or of a rank's part of it."""
         return self._shape.block_bytes
 
     def execute(self, batch: Batch) -> StepHandle:
@@ -136,10 +147,17 @@ class Worker:
 
     def _load(self) -> CausalLM:
         started = time.monotonic()
-        max_model_len = self._config.max_model_len
-        blueprint = build_model(
-            self._model_config, self.dtype, torch.device("meta"), max_model_len=max_model_len
-        )
+
+        def build(device: torch.device) -> CausalLM:
+            return build_model(
+                self._model_config,
+                self.dtype,
+                device,
+                max_model_len=self._config.max_model_len,
+                group=self._group,
+            )
+
+        blueprint = build(torch.device("meta"))
         num_bytes = sum(parameter.nbytes for parameter in blueprint.parameters())
         memory = self._memory()
         if num_bytes > memory.free:
@@ -147,9 +165,9 @@ class Worker:
                 f"the weights need {describe_bytes(num_bytes)}; of {describe_bytes(memory.total)} in total, "
                 f"{describe_bytes(memory.free)} are free on {self.device}"
             )
-        model = build_model(self._model_config, self.dtype, self.device, max_model_len=max_model_len)
-        folder = self._model_config.path
-        load_weights(model, folder, self._config.load_format, use_tqdm=sys.stderr.isatty())
+        model = build(self.device)
+        use_tqdm = sys.stderr.isatty() and self._group.rank == 0
+        load_weights(model, self._model_config.path, self._config.load_format, use_tqdm=use_tqdm)
         if self._meter is not None:
             _empty_pinned_cache()
         logger.info(
@@ -165,6 +183,9 @@ class Worker:
     def _decode_sizes(self) -> list[int]:
         """The sizes that steps of decodes are padded to; none: no CUDA graphs."""
         if self.device.type != "cuda" or self._config.enforce_eager:
+            return []
+        if not self._group.can_be_captured:
+            logger.info("no CUDA graphs: what the ranks tell each other goes through the CPU")
             return []
         if not self._model.can_be_captured:
             logger.info("no CUDA graphs: a step of %s waits for the device", self._model_config.architecture)
@@ -196,6 +217,7 @@ class Worker:
             processed_logprobs=self._config.logprobs_mode == "processed_logprobs",
             device=self.device,
             decode_sizes=self._decode_sizes(),
+            group=self._group,
         )
 
     def _size_cache(self) -> KVCacheSize:
@@ -203,7 +225,7 @@ class Worker:
         explicit = config.kv_cache_memory_bytes
         if self._meter is None:
             memory = cpu_memory()
-            available = memory.free // 4 if explicit is None else explicit
+            available = memory.free // (4 * self._group.num_local_ranks) if explicit is None else explicit
             if available > memory.free:
                 raise OutOfMemoryError(
                     f"kv_cache_memory_bytes={available} ({describe_bytes(available)}) is more than is free: "
@@ -297,17 +319,18 @@ class Worker:
         return shared + each * max(0, len(sizes) - len(few))
 
     def _swap_space(self) -> int:
-        """Bytes of CPU memory to swap to."""
+        """Bytes of CPU memory to swap to: this rank's share of what the ranks of a machine have together."""
         asked = self._config.swap_space
         free = cpu_memory().free
         if asked is None:
-            return min(_DEFAULT_SWAP_SPACE, free // 4) if self.device.type == "cuda" else 0
+            wanted = min(_DEFAULT_SWAP_SPACE, free // 4) if self.device.type == "cuda" else 0
+            return wanted // self._group.num_local_ranks
         wanted = int(asked * GIB)
         if wanted > free:
             raise OutOfMemoryError(
                 f"swap_space={asked:g} GiB is more than is free: {describe_bytes(free)} of CPU memory"
             )
-        return wanted
+        return wanted // self._group.num_local_ranks
 
     def _log_peak(self, meter: GpuMemoryMeter) -> None:
         """What was really used; with a KV cache of a given size there is no budget to compare it with."""

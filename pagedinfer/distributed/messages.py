@@ -1,0 +1,203 @@
+"""What an engine and its ranks say to each other, as MessagePack of known types.
+
+Decoding builds the types below and nothing else, and checks them; no message can run code.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from pagedinfer.config import EngineConfig
+from pagedinfer.engine.batch import AdmittedRequest, Batch, BestTokens, ScheduledRequest, StepOutput
+
+
+@dataclass(slots=True)
+class Start:
+    """All that a rank has to know."""
+
+    rank: int
+    num_ranks: int
+    local_rank: int  # among those of its machine
+    num_local_ranks: int
+    store: str  # where the ranks find each other: the path of a file, or host:port
+    device: str  # "cuda" or "cpu"
+    nccl: bool
+    num_threads: int  # of a CPU, for torch
+    num_known_tokens: int | None
+    folder: str  # of the model
+    config: EngineConfig
+
+
+@dataclass(slots=True)
+class Ready:
+    """What all ranks' workers have agreed on; see `Worker`."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    num_blocks: int
+    num_cpu_blocks: int
+    block_bytes: int
+
+
+@dataclass(slots=True)
+class Status:
+    """How far a rank is."""
+
+    step: int  # the last that it has begun
+    in_step: bool  # whether it is still launching that; on a CPU, computing
+    num_collectives: int  # begun since the start
+    cpu_seconds: float  # that its main thread has computed since the start
+    traceback: str  # where its main thread is
+
+
+@dataclass(slots=True)
+class Failure:
+    """What has ended a rank."""
+
+    kind: str  # name of the exception
+    message: str
+    traceback: str
+
+
+@dataclass(slots=True)
+class Hello:
+    """One connection from another node."""
+
+    node: int
+    local_rank: int
+    num_local_ranks: int
+    is_control: bool
+
+
+_Requests = list[tuple[int, int, int, bool, list[int]]]
+"""Slot, start, num_tokens, sample and new_block_ids of each: the ranks know the ids by the slots."""
+
+
+@dataclass(slots=True)
+class _Batch:
+    step: int
+    released_slots: list[int]
+    admitted: list[AdmittedRequest]
+    requests: _Requests
+    swaps_out: list[tuple[int, int]]
+    swaps_in: list[tuple[int, int]]
+    copies: list[tuple[int, int]]
+
+
+@dataclass(slots=True)
+class _Array:
+    dtype: str
+    shape: tuple[int, ...]
+    data: bytes
+
+
+@dataclass(slots=True)
+class _Result:
+    step: int
+    token_ids: _Array
+    logprobs: _Array
+    top: tuple[_Array, _Array, _Array] | None
+    prompts: dict[str, tuple[int, tuple[_Array, _Array, _Array, _Array]]]
+    swap_timings: list[tuple[int, float]]
+
+
+_encoder = msgspec.msgpack.Encoder()
+encode = _encoder.encode
+"""Any of the types above as bytes."""
+
+decode_start = msgspec.msgpack.Decoder(Start).decode
+decode_ready = msgspec.msgpack.Decoder(Ready).decode
+decode_status = msgspec.msgpack.Decoder(Status).decode
+decode_failure = msgspec.msgpack.Decoder(Failure).decode
+decode_hello = msgspec.msgpack.Decoder(Hello).decode
+
+
+def _refuse(kind: type, value: Any) -> Any:
+    raise ValueError(f"a message cannot hold {kind}, got {value!r}")
+
+
+_decode_batch = msgspec.msgpack.Decoder(_Batch, dec_hook=_refuse).decode
+_decode_result = msgspec.msgpack.Decoder(_Result).decode
+
+
+def encode_batch(batch: Batch) -> bytes:
+    """A step. Some 10 bytes for each request that goes on."""
+    return _encoder.encode(
+        _Batch(
+            batch.step,
+            batch.released_slots,
+            batch.admitted,
+            [(r.slot, r.start, r.num_tokens, r.sample, r.new_block_ids) for r in batch.requests],
+            batch.swaps_out,
+            batch.swaps_in,
+            batch.copies,
+        )
+    )
+
+
+class BatchDecoder:
+    """Reads the batches of an engine, all of them and in their order."""
+
+    def __init__(self) -> None:
+        self._names: dict[int, str] = {}  # of the requests in the slots
+
+    def decode(self, contents: bytes) -> Batch:
+        """What `encode_batch` was given."""
+        sent = _decode_batch(contents)
+        names = self._names
+        for admitted in sent.admitted:
+            names[admitted.slot] = admitted.request_id
+        requests = [
+            ScheduledRequest(names[slot], slot, start, num_tokens, sample, new_block_ids)
+            for slot, start, num_tokens, sample, new_block_ids in sent.requests
+        ]
+        return Batch(
+            sent.step,
+            sent.released_slots,
+            sent.admitted,
+            requests,
+            sent.swaps_out,
+            sent.swaps_in,
+            sent.copies,
+        )
+
+
+def encode_result(step: int, output: StepOutput, swap_timings: list[tuple[int, float]]) -> bytes:
+    """What a step drew, and the swaps that have ended; see `Worker.take_swap_timings`."""
+    top = None
+    if output.ranks is not None and output.top_ids is not None and output.top_logprobs is not None:
+        top = _pack(output.ranks), _pack(output.top_ids), _pack(output.top_logprobs)
+    prompts = {name: (first, _pack_best(best)) for name, (first, best) in output.prompts.items()}
+    return _encoder.encode(
+        _Result(step, _pack(output.token_ids), _pack(output.logprobs), top, prompts, swap_timings)
+    )
+
+
+def _pack_best(best: BestTokens) -> tuple[_Array, _Array, _Array, _Array]:
+    return _pack(best.logprobs), _pack(best.ranks), _pack(best.top_ids), _pack(best.top_logprobs)
+
+
+def decode_result(contents: bytes) -> tuple[int, StepOutput, list[tuple[int, float]]]:
+    """The step, and what `encode_result` was given."""
+    result = _decode_result(contents)
+    output = StepOutput(_unpack(result.token_ids), _unpack(result.logprobs))
+    if result.top is not None:
+        output.ranks, output.top_ids, output.top_logprobs = map(_unpack, result.top)
+    output.prompts = {
+        name: (first, BestTokens(*map(_unpack, arrays))) for name, (first, arrays) in result.prompts.items()
+    }
+    return result.step, output, result.swap_timings
+
+
+def _pack(array: npt.NDArray[Any]) -> _Array:
+    return _Array(array.dtype.str, array.shape, array.tobytes())
+
+
+def _unpack(array: _Array) -> npt.NDArray[Any]:
+    return np.frombuffer(array.data, np.dtype(array.dtype)).reshape(array.shape)
