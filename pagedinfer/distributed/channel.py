@@ -25,7 +25,7 @@ class Kind(IntEnum):
 
 _HEADER = struct.Struct("<QB")  # bytes of the contents, kind
 _MOST_BYTES = 1 << 32
-_CHUNK = 1 << 20
+_CHUNK = 1 << 16
 
 Message = tuple[Kind, bytes]
 

@@ -30,7 +30,7 @@ from pagedinfer.distributed.messages import (
     encode_result,
 )
 from pagedinfer.distributed.rank_monitor import RankMonitor
-from pagedinfer.distributed.torch_group import TorchGroup, join, leave
+from pagedinfer.distributed.torch_group import TorchGroup, join
 from pagedinfer.engine.batch import StepHandle
 from pagedinfer.logging import LEVEL_VARIABLE, configure
 from pagedinfer.models.model_config import ModelConfig
@@ -83,7 +83,8 @@ def _serve(start: Start, data: Channel, control: Channel, monitor: RankMonitor) 
     sender = _ResultSender(worker, data, control) if start.rank == 0 else None
     _execute_all(worker, data, monitor, sender)
     worker.close()
-    leave()
+    sys.stderr.flush()
+    os._exit(0)  # what is left ends with the process; torn down one by one it takes seconds
 
 
 def _join(start: Start, device: torch.device) -> TorchGroup:

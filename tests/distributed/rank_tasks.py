@@ -6,10 +6,23 @@ from pathlib import Path
 
 from torch import Tensor
 
+from pagedinfer.config import EngineConfig
 from pagedinfer.distributed.group import SINGLE_RANK, Group
+from pagedinfer.engine.batch import Batch, StepOutput
+from pagedinfer.models.model_config import ModelConfig
+from pagedinfer.runner.worker import Worker
 from tests.models.harness import load
 
 Outputs = tuple[list[Tensor], list[list[int]]]
+Limits = dict[str, int]
+LIMITS = (
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "max_model_len",
+    "num_blocks",
+    "num_cpu_blocks",
+    "block_bytes",
+)
 
 
 def logits_and_tokens(
@@ -18,3 +31,29 @@ def logits_and_tokens(
     """The logits of prompts, computed in chunks, and what they go on with."""
     model = load(Path(path), group=group)
     return model.logits(prompts, chunk=16, block_size=8), model.greedy(prompts, num_tokens)
+
+
+# ---- a worker in each rank of a pool, for an engine in the test's process ----
+
+_workers: list[Worker] = []
+
+
+def make_worker(group: Group, *, config: EngineConfig, num_known_tokens: int | None, padded: bool) -> Limits:
+    """Puts a worker into this process."""
+    assert not _workers
+    if padded:  # as CUDA graphs are, here without a graph
+        with_sizes = type("PaddedWorker", (Worker,), {"_decode_sizes": lambda worker: [1, 4, 16]})
+    else:
+        with_sizes = Worker
+    model_config = ModelConfig.from_pretrained(config.model)
+    worker = with_sizes(config, model_config, num_known_tokens=num_known_tokens, group=group)
+    _workers.append(worker)
+    return {name: getattr(worker, name) for name in LIMITS}
+
+
+def execute(group: Group, *, batch: Batch) -> StepOutput:
+    return _workers[0].execute(batch).result()
+
+
+def close_worker(group: Group) -> None:
+    _workers.pop().close()

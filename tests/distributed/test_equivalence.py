@@ -1,0 +1,96 @@
+"""A cut of the equivalence sweep on two and four ranks: the tokens of one rank, whatever the engine does.
+
+The engine is in this process, and the ranks are those of the pool; `test_worker_group` has the real ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from pagedinfer.config import EngineConfig
+from pagedinfer.engine import engine as engine_module
+from pagedinfer.engine.batch import Batch, StepOutput
+from pagedinfer.models.model_config import ModelConfig
+from tests.conftest import TinyModel
+from tests.distributed.rank_pool import RankPool
+from tests.distributed.rank_tasks import close_worker, execute, make_worker
+from tests.engine.test_equivalence import ENGINES, PARAMS, PROMPTS, Result, expected, generate
+
+__all__ = ["expected"]
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+CASES = [
+    (2, "default"),
+    (2, "padded decodes"),
+    (2, "recompute, chunks of 16"),
+    (2, "swap, chunks of 16"),
+    (2, "padded decodes, swap"),
+    (2, "auto"),
+    (4, "swap, no prefix cache"),
+]
+
+
+class PoolWorkers:
+    """The workers of a pool's ranks, as one."""
+
+    device = torch.device("cpu")
+    block_bytes: int
+
+    def __init__(self, pool: RankPool, padded: bool, config: EngineConfig, num_known_tokens: int) -> None:
+        self._pool = pool
+        limits = pool.run(make_worker, config=config, num_known_tokens=num_known_tokens, padded=padded)
+        assert all(each == limits[0] for each in limits)
+        vars(self).update(limits[0])
+
+    def execute(self, batch: Batch) -> PoolStep:
+        return PoolStep(self._pool.run(execute, batch=batch))
+
+    def take_swap_timings(self) -> list[tuple[int, float]]:
+        return []
+
+    def close(self) -> None:
+        self._pool.run(close_worker)
+
+
+class PoolStep:
+    def __init__(self, outputs: list[StepOutput]) -> None:
+        self._outputs = outputs
+
+    def result(self) -> StepOutput:
+        """Every rank must have drawn the same, since none tells another."""
+        for output in self._outputs:
+            assert output.token_ids.tolist() == self._outputs[0].token_ids.tolist()
+        return self._outputs[0]
+
+
+@pytest.mark.parametrize(("num_ranks", "name"), CASES)
+def test_the_tokens_of_one_rank(
+    num_ranks: int,
+    name: str,
+    tiny_llama: TinyModel,
+    expected: Result,  # noqa: F811 - the fixture
+    rank_pool: Callable[[int], RankPool],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def make(config: EngineConfig, model_config: ModelConfig, *, num_known_tokens: int) -> PoolWorkers:
+        return PoolWorkers(rank_pool(num_ranks), "padded" in name, config, num_known_tokens)
+
+    monkeypatch.setattr(engine_module, "WorkerGroup", make)
+    changes: dict[str, Any] = ENGINES.get(name, {}) | {"tensor_parallel_size": num_ranks}
+    outputs, logprobs, counters = generate(tiny_llama.path, list(range(len(PROMPTS))), **changes)
+    for output, other, params in zip(outputs, expected[0], PARAMS, strict=True):
+        for found, wanted in zip(output.outputs, other.outputs, strict=True):
+            assert found.token_ids == wanted.token_ids
+            assert len(found.token_ids) == params.max_tokens
+    for found_logprobs, wanted_logprobs in zip(logprobs, expected[1], strict=True):
+        for one, another in zip(found_logprobs, wanted_logprobs, strict=True):
+            assert one == pytest.approx(another, abs=1e-4)
+    if "swap" in name:
+        assert counters.num_preemptions_swap > 0
+    if "recompute" in name:
+        assert counters.num_preemptions_recompute > 0

@@ -1,0 +1,137 @@
+"""Batches and results come out of their bytes as they went in; nothing but the known types can."""
+
+from __future__ import annotations
+
+import pickle
+import socket
+from dataclasses import fields
+
+import msgspec
+import numpy as np
+import pytest
+
+from pagedinfer import EngineConfig, SamplingParams
+from pagedinfer.distributed.channel import Channel, Kind
+from pagedinfer.distributed.messages import (
+    BatchDecoder,
+    Start,
+    decode_result,
+    decode_start,
+    encode,
+    encode_batch,
+    encode_result,
+)
+from pagedinfer.engine.batch import AdmittedRequest, Batch, BestTokens, ScheduledRequest, StepOutput
+
+PARAMS = SamplingParams(
+    temperature=0.5,
+    top_p=0.9,
+    stop=["a", "b"],
+    stop_token_ids=[7],
+    logit_bias={3: 1.5},
+    seed=-5,
+    allowed_token_ids=[1, 2],
+    max_tokens=None,
+    logprobs=3,
+    bad_words=["bad"],
+)
+ADMITTED = AdmittedRequest(
+    request_id="é",
+    slot=4,
+    token_ids=[1, 2, 3],
+    num_prompt_tokens=2,
+    block_ids=[5],
+    sampling_params=PARAMS,
+    seed=2**64 - 1,
+    num_logprobs=3,
+    stop_token_ids=frozenset([1, 2]),
+    bad_word_ids=((1, 2), (3,)),
+)
+FULL = Batch(
+    step=3,
+    released_slots=[1, 2],
+    admitted=[ADMITTED],
+    requests=[ScheduledRequest("é", 4, 1, 3, True, [9])],
+    swaps_out=[(1, 2)],
+    swaps_in=[(3, 4)],
+    copies=[(5, 6)],
+)
+
+
+def test_no_field_of_a_batch_is_lost() -> None:
+    for whole in (FULL, ADMITTED, FULL.requests[0]):
+        assert all(getattr(whole, field.name) for field in fields(whole)), "the test must fill every field"
+    assert BatchDecoder().decode(encode_batch(FULL)) == FULL
+
+
+def test_a_request_keeps_its_name_until_another_has_its_slot() -> None:
+    decoder = BatchDecoder()
+    decoder.decode(encode_batch(FULL))
+    later = Batch(4, requests=[ScheduledRequest("é", 4, 4, 1, False, [])])
+    assert decoder.decode(encode_batch(later)) == later
+
+
+def test_a_decode_takes_few_bytes() -> None:
+    requests = [ScheduledRequest(f"cmpl-{slot}", slot, 4000 + slot, 1, True, []) for slot in range(256)]
+    assert len(encode_batch(Batch(100_000, requests=requests))) < 256 * 12 + 100
+
+
+@pytest.mark.parametrize("with_logprobs", [False, True])
+def test_results(with_logprobs: bool) -> None:
+    output = StepOutput(np.array([5, -1]), np.array([-0.5, np.nan], np.float32))
+    if with_logprobs:
+        output.ranks = np.array([1, 0])
+        output.top_ids = np.array([[5, 6], [-1, -1]])
+        output.top_logprobs = np.array([[-0.5, -1.0], [-np.inf, -np.inf]], np.float32)
+        best = BestTokens(output.logprobs, output.ranks, output.top_ids, output.top_logprobs)
+        output.prompts = {"a": (1, best)}
+    step, found, timings = decode_result(encode_result(7, output, [(3, 0.25)]))
+    assert (step, timings) == (7, [(3, 0.25)])
+    for field in ("token_ids", "logprobs", "ranks", "top_ids", "top_logprobs"):
+        np.testing.assert_equal(getattr(found, field), getattr(output, field))
+    assert found.prompts.keys() == output.prompts.keys()
+    if with_logprobs:
+        first, rated = found.prompts["a"]
+        assert first == 1
+        np.testing.assert_equal(rated.top_ids, output.top_ids)
+
+
+def test_a_configuration() -> None:
+    config = EngineConfig(model="somewhere", seed=2**64 - 1, swap_space=0.5, tensor_parallel_size=2)
+    start = Start(1, 2, 1, 2, "/tmp/store", "cpu", False, 1, None, config)
+    assert decode_start(encode(start)) == start
+
+
+# CVE-2025-30165
+def test_a_pickle_is_refused_and_never_run() -> None:
+    class Trap:
+        def __reduce__(self) -> tuple[object, tuple[str]]:
+            return (pytest.fail, ("a pickle was run",))
+
+    for decode in (BatchDecoder().decode, decode_result, decode_start):
+        with pytest.raises(msgspec.MsgspecError):
+            decode(pickle.dumps(Trap()))
+
+
+def test_a_function_cannot_be_sent() -> None:
+    params = SamplingParams(logits_processors=[lambda tokens, logits: logits])
+    admitted = AdmittedRequest("a", 0, [1], 1, [0], params, 0)
+    with pytest.raises((TypeError, msgspec.MsgspecError)):
+        encode_batch(Batch(0, admitted=[admitted]))
+
+
+def test_a_channel_keeps_messages_apart() -> None:
+    one, other = (Channel(end) for end in socket.socketpair())
+    one.send(Kind.STEP, b"first")
+    one.send(Kind.PING)
+    assert list(other.receive_arrived()) == [(Kind.STEP, b"first"), (Kind.PING, b"")]
+    assert list(other.receive_arrived()) == []
+    other.send(Kind.RESULT, bytes(100_000))
+    assert one.receive() == (Kind.RESULT, bytes(100_000))
+    one.send(Kind.STATUS, b"last")
+    one.close()
+    arrived = other.receive_arrived()
+    assert next(arrived) == (Kind.STATUS, b"last")
+    with pytest.raises(EOFError):
+        next(arrived)
+    other.close()
