@@ -60,6 +60,11 @@ class WorkerGroup:
         self.block_bytes = ready.block_bytes
         """Bytes of each rank's part of a block."""
 
+    @property
+    def pids(self) -> list[int]:
+        """Of the ranks' processes on this machine."""
+        return [rank.process.pid for rank in self._launch.ranks if rank.process is not None]
+
     def execute(self, batch: Batch) -> RemoteStep:
         """Has all ranks start a step; see `ModelRunner.execute`."""
         self._check_alive()

@@ -73,7 +73,7 @@ def test_the_tokens_of_one_rank(
     num_ranks: int,
     name: str,
     tiny_llama: TinyModel,
-    expected: Result,  # noqa: F811 - the fixture
+    expected: Result,
     rank_pool: Callable[[int], RankPool],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
