@@ -44,6 +44,7 @@ def main() -> None:
     parser.add_argument("--enforce-eager", action="store_true", help="no CUDA graphs")
     parser.add_argument("--no-async-scheduling", action="store_true", help="steps do not overlap")
     parser.add_argument("--max-num-seqs", type=int)
+    parser.add_argument("--tensor-parallel-size", type=int, default=1)
     parser.add_argument("--profile", action="store_true", help="show where a step's time goes")
     parser.add_argument("--json", type=Path, help="write the results here too")
     args = parser.parse_args()
@@ -123,6 +124,7 @@ def run_pagedinfer(
         skip_tokenizer_init=True,
         max_num_seqs=args.max_num_seqs,
         enforce_eager=args.enforce_eager,
+        tensor_parallel_size=args.tensor_parallel_size,
         async_scheduling=False if args.no_async_scheduling else None,
     )
     print(f"   pagedinfer  ready after {time.perf_counter() - start:.1f} s", flush=True)

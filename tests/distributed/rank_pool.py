@@ -1,4 +1,4 @@
-"""Processes that are the ranks of a gloo group, started once, for many tests."""
+"""Processes that are the ranks of a group, started once, for many tests."""
 
 from __future__ import annotations
 
@@ -18,16 +18,19 @@ SECONDS = 120  # for one task; a busy machine is slow
 
 
 class RankPool:
-    """Runs a function in all ranks at once, each with its group as first argument."""
+    """Runs a function in all ranks at once, each with its group as first argument.
 
-    def __init__(self, size: int) -> None:
+    On the CPU they are connected by gloo; on "cuda" each has a GPU of its own, and NCCL.
+    """
+
+    def __init__(self, size: int, device: str = "cpu") -> None:
         context = multiprocessing.get_context("spawn")
         self._folder = tempfile.TemporaryDirectory()
         self._connections: list[Connection] = []
         self._processes = []
         for rank in range(size):
             ours, theirs = context.Pipe()
-            arguments = (theirs, rank, size, os.path.join(self._folder.name, "store"))
+            arguments = (theirs, rank, size, device, os.path.join(self._folder.name, "store"))
             process = context.Process(target=_serve, args=arguments, daemon=True)
             process.start()
             theirs.close()
@@ -58,15 +61,18 @@ class RankPool:
         self._folder.cleanup()
 
 
-def _serve(connection: Connection, rank: int, size: int, store: str) -> None:
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+def _serve(connection: Connection, rank: int, size: int, kind: str, store: str) -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = "lo"
     from torch.distributed import FileStore
 
     from pagedinfer.distributed.torch_group import join, leave
 
     torch.set_num_threads(1)
-    device = torch.device("cpu")
-    group: Group = join(rank, size, FileStore(store, size), device, nccl=False, num_local_ranks=size)
+    on_gpu = kind == "cuda"
+    device = torch.device(kind, rank) if on_gpu else torch.device(kind)
+    if on_gpu:
+        torch.cuda.set_device(device)
+    group: Group = join(rank, size, FileStore(store, size), device, nccl=on_gpu, num_local_ranks=size)
     while True:
         try:
             function, arguments = connection.recv()

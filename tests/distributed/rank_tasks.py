@@ -26,11 +26,12 @@ LIMITS = (
 
 
 def logits_and_tokens(
-    group: Group = SINGLE_RANK, *, path: str, prompts: list[list[int]], num_tokens: int
+    group: Group = SINGLE_RANK, *, path: str, prompts: list[list[int]], num_tokens: int, device: str = "cpu"
 ) -> Outputs:
     """The logits of prompts, computed in chunks, and what they go on with."""
-    model = load(Path(path), group=group)
-    return model.logits(prompts, chunk=16, block_size=8), model.greedy(prompts, num_tokens)
+    model = load(Path(path), group=group, device=device)
+    logits = model.logits(prompts, chunk=16, block_size=8)
+    return [each.cpu() for each in logits], model.greedy(prompts, num_tokens)
 
 
 # ---- a worker in each rank of a pool, for an engine in the test's process ----
