@@ -43,6 +43,7 @@ class Ready:
     num_blocks: int
     num_cpu_blocks: int
     block_bytes: int
+    dtype: str
 
 
 @dataclass(slots=True)

@@ -113,6 +113,7 @@ def _describe(worker: Worker) -> Ready:
         num_blocks=worker.num_blocks,
         num_cpu_blocks=worker.num_cpu_blocks,
         block_bytes=worker.block_bytes,
+        dtype=str(worker.dtype).removeprefix("torch."),
     )
 
 

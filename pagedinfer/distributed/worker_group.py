@@ -59,6 +59,7 @@ class WorkerGroup:
         self.num_cpu_blocks = ready.num_cpu_blocks
         self.block_bytes = ready.block_bytes
         """Bytes of each rank's part of a block."""
+        self.dtype: torch.dtype = getattr(torch, ready.dtype)
 
     @property
     def pids(self) -> list[int]:
@@ -83,6 +84,10 @@ class WorkerGroup:
         """See `KVCache.take_swap_timings`; those of rank 0."""
         timings, self._swap_timings = self._swap_timings, []
         return timings
+
+    def check_device(self) -> None:
+        """Raises EngineDeadError if the ranks have ended."""
+        self._check_alive()
 
     def close(self) -> None:
         """Ends all ranks. Harmless when repeated."""

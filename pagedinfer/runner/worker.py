@@ -113,6 +113,10 @@ class Worker:
         """See `KVCache.take_swap_timings`."""
         return self._runner.take_swap_timings()
 
+    def check_device(self) -> None:
+        """Raises what the device raises if it can compute nothing any more, as after an illegal access."""
+        torch.ones(1, device=self.device).add(1).item()
+
     def close(self) -> None:
         """Gives the weights' and the cache's memory back to the system. The worker is of no use after."""
         if self._meter is not None:

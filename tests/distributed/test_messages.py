@@ -98,7 +98,7 @@ def test_results(with_logprobs: bool) -> None:
 
 def test_a_configuration() -> None:
     config = EngineConfig(model="somewhere", seed=2**64 - 1, swap_space=0.5, tensor_parallel_size=2)
-    start = Start(1, 2, 1, 2, "/tmp/store", "cpu", False, 1, None, config)
+    start = Start(1, 2, 1, 2, "/tmp/store", "cpu", False, 1, None, "folder", config)
     assert decode_start(encode(start)) == start
 
 
