@@ -95,7 +95,8 @@ class KVCacheManager:
         return (
             self._looks_up(request)
             and not prefix.cpu_blocks
-            and running.num_computed_tokens < end <= min(len(running.token_ids), len(request.token_ids) - 1)
+            and start <= running.num_computed_tokens < end
+            and end <= min(len(running.token_ids), len(request.token_ids) - 1)
             and running.cache_salt == request.cache_salt
             and (start == 0 or running.block_ids[len(prefix) - 1] == prefix.blocks[-1])
             and running.token_ids[start:end] == request.token_ids[start:end]

@@ -359,3 +359,15 @@ def test_prompts_that_begin_alike_under_another_salt_do_not_wait() -> None:
     assert len(rig.batch.requests) == 2
     rig.run()
     rig.check_outputs()
+
+
+def test_a_prompt_of_which_more_is_known_than_a_running_one_has_computed_does_not_wait() -> None:
+    rig = Rig(long_prefill_token_threshold=8)
+    rig.add("known", prompt_of(40), max_tokens=1)
+    rig.run()
+    rig.add("other", prompt_of(40, first=9), max_tokens=1)
+    rig.add("again", prompt_of(41), max_tokens=1)
+    rig.step()
+    assert len(rig.batch.requests) == 2
+    rig.run()
+    rig.check_outputs()

@@ -102,7 +102,8 @@ def test_the_directions_do_not_overtake_each_other() -> None:
         cache.move(Batch(step=0, swaps_out=[(i, i) for i in range(512)]))
         cache.move(Batch(step=1, swaps_in=[(i, 512 + i) for i in range(512)]))
         # What is arriving leaves for other CPU blocks, and those that it came from are written anew.
-        cache.move(Batch(step=2, swaps_out=[(512 + i, 512 + i) for i in range(512)]))
+        given = ScheduledRequest("a", 0, 0, 1, sample=True, new_block_ids=list(range(512)))
+        cache.move(Batch(step=2, swaps_out=[(512 + i, 512 + i) for i in range(512)], requests=[given]))
         cache.blocks[:512] = -1.0
         cache.move(Batch(step=3, swaps_out=[(i, i) for i in range(512)]))
         cache.move(Batch(step=4, swaps_in=[(512 + i, i) for i in range(512)]))
