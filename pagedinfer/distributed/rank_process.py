@@ -36,6 +36,10 @@ from pagedinfer.logging import LEVEL_VARIABLE, configure
 from pagedinfer.models.model_config import ModelConfig
 from pagedinfer.runner.worker import Worker
 
+PEER_BYTES_VARIABLE = "PAGEDINFER_PEER_ALL_REDUCE_BYTES"
+PEER_BYTES = 0
+"""Tensors up to this size are summed over peer memory rather than by NCCL, if the variable does not say."""
+
 
 def main() -> None:
     """The life of a rank."""
@@ -102,6 +106,7 @@ def _join(start: Start, device: torch.device) -> TorchGroup:
         device,
         nccl=start.nccl,
         num_local_ranks=start.num_local_ranks,
+        peer_bytes=int(os.environ.get(PEER_BYTES_VARIABLE, PEER_BYTES)),
     )
 
 

@@ -15,6 +15,8 @@ from pathlib import Path
 import pagedinfer
 from pagedinfer.distributed.channel import Channel
 
+PROGRAM = ("-P", "-m", "pagedinfer.distributed.rank_process")
+"""What a rank runs."""
 _SECONDS_TO_SEND = 8
 
 
@@ -70,7 +72,7 @@ def spawn_on(sockets: Sequence[socket.socket]) -> subprocess.Popen[bytes]:
     paths = [folder, *filter(None, [os.environ.get("PYTHONPATH")])]
     numbers = [each.fileno() for each in sockets]
     process = subprocess.Popen(
-        [sys.executable, "-P", "-m", "pagedinfer.distributed.rank_process", *map(str, numbers)],
+        [sys.executable, *PROGRAM, *map(str, numbers)],
         stdin=subprocess.DEVNULL,
         pass_fds=numbers,
         env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},

@@ -9,6 +9,11 @@ import torch
 from torch import Tensor, distributed
 from torch.distributed.distributed_c10d import Store
 
+from pagedinfer.distributed.peer_all_reduce import PeerAllReduce
+from pagedinfer.logging import get_logger
+
+logger = get_logger(__name__)
+
 # One function, of which torch 2.11 knows the second name only.
 _all_gather = getattr(distributed, "all_gather_single", None) or distributed.all_gather_into_tensor
 
@@ -19,12 +24,13 @@ class TorchGroup:
     Args:
         device: of the tensors that the collectives are given.
         num_local_ranks: see `Group`.
+        peer_bytes: tensors up to this size are summed over peer memory, where GPUs can; see `PeerAllReduce`.
 
     With a GPU and the gloo backend, tensors go through the host: several ranks may then share a GPU, which
     NCCL refuses, but CUDA graphs cannot hold that.
     """
 
-    def __init__(self, device: torch.device, *, num_local_ranks: int) -> None:
+    def __init__(self, device: torch.device, *, num_local_ranks: int, peer_bytes: int = 0) -> None:
         self.rank = distributed.get_rank()
         self.size = distributed.get_world_size()
         self.num_local_ranks = num_local_ranks
@@ -34,6 +40,18 @@ class TorchGroup:
         self._through_host = device.type == "cuda" and not self.can_be_captured
         # What the hosts agree on must not wait for a GPU.
         self._host_group = distributed.new_group(backend="gloo") if self.can_be_captured else None
+        self._peers: PeerAllReduce | None = None
+        if peer_bytes and self.can_be_captured and num_local_ranks == self.size:
+            self._peers = self._connect_peers(peer_bytes, device)
+
+    def _connect_peers(self, peer_bytes: int, device: torch.device) -> PeerAllReduce | None:
+        """All ranks or none."""
+        peers = None
+        try:
+            peers = PeerAllReduce(peer_bytes, device)
+        except RuntimeError as error:
+            logger.warning("NCCL sums small tensors, too: %s", str(error).partition("\n")[0])
+        return peers if self.least([peers is not None])[0] else None
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         self.num_collectives += 1
@@ -41,6 +59,8 @@ class TorchGroup:
             summed = tensor.cpu()
             distributed.all_reduce(summed)
             return tensor.copy_(summed)
+        if self._peers is not None and self._peers.takes(tensor):
+            return self._peers.all_reduce(tensor)
         distributed.all_reduce(tensor)
         return tensor
 
@@ -60,13 +80,21 @@ class TorchGroup:
 
 
 def join(
-    rank: int, size: int, store: Store, device: torch.device, *, nccl: bool, num_local_ranks: int
+    rank: int,
+    size: int,
+    store: Store,
+    device: torch.device,
+    *,
+    nccl: bool,
+    num_local_ranks: int,
+    peer_bytes: int = 0,
 ) -> TorchGroup:
     """Makes torch.distributed's default group with this process as `rank`; waits for the others.
 
     Args:
         store: where the ranks find each other.
         nccl: for GPUs of which each has one rank; otherwise gloo.
+        num_local_ranks, peer_bytes: see `TorchGroup`.
     """
     distributed.init_process_group(
         "nccl" if nccl else "gloo",
@@ -76,7 +104,7 @@ def join(
         timeout=_TIMEOUT,
         device_id=device if nccl else None,
     )
-    return TorchGroup(device, num_local_ranks=num_local_ranks)
+    return TorchGroup(device, num_local_ranks=num_local_ranks, peer_bytes=peer_bytes)
 
 
 def leave() -> None:
