@@ -59,6 +59,7 @@ class EngineConfig:
     distributed_backend: Literal["auto", "nccl", "gloo"] = "auto"
     enforce_eager: bool = False
     async_scheduling: bool | None = None  # None: with a GPU, unless by priority
+    trace: str | None = None  # a file
     max_logprobs: int = 20  # -1: no limit
     logprobs_mode: Literal["raw_logprobs", "processed_logprobs"] = "raw_logprobs"
     generation_config: str = "auto"  # "auto", "vllm" or a folder
@@ -68,7 +69,7 @@ class EngineConfig:
         _check_path("model", self.model)
         if self.tokenizer is not None:
             _check_path("tokenizer", self.tokenizer)
-        for name in ("revision", "tokenizer_revision", "download_dir", "hf_token", "chat_template"):
+        for name in ("revision", "tokenizer_revision", "download_dir", "hf_token", "chat_template", "trace"):
             _check_string(name, getattr(self, name))
         for name in (
             "skip_tokenizer_init",

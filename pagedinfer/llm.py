@@ -89,6 +89,8 @@ class LLM:
             never waits for the host. By default on with a GPU; a CPU computes in the thread that schedules,
             and would gain nothing. By default off under scheduling_policy="priority": an urgent request would
             find one more step in front of it. The outputs are the same.
+        trace: a file to write down each step's schedule in, with what decided it; `pagedinfer explain` and
+            `pagedinfer replay` read it, and https://ui.perfetto.dev shows it. A name in .gz is compressed.
         max_logprobs: the most log-probabilities that a request may ask for at a position; -1: no limit.
         logprobs_mode: what `logprobs` are of: "raw_logprobs", the model's distribution, or
             "processed_logprobs", what is drawn from, after penalties, temperature and filters. Those of
@@ -141,6 +143,7 @@ class LLM:
         distributed_backend: Literal["auto", "nccl", "gloo"] = "auto",
         enforce_eager: bool = False,
         async_scheduling: bool | None = None,
+        trace: str | None = None,
         max_logprobs: int = 20,
         logprobs_mode: Literal["raw_logprobs", "processed_logprobs"] = "raw_logprobs",
         generation_config: str = "auto",
@@ -179,6 +182,7 @@ class LLM:
             distributed_backend=distributed_backend,
             enforce_eager=enforce_eager,
             async_scheduling=async_scheduling,
+            trace=trace,
             max_logprobs=max_logprobs,
             logprobs_mode=logprobs_mode,
             generation_config=generation_config,

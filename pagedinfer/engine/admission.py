@@ -100,6 +100,7 @@ class AdmissionControl:
         self._margin = config.watermark  # share of the pool left free, for what the forecast misses
         self._lengths = OutputLengths()
         self._refit_at = 0  # events by then
+        self.last_peak = 0.0  # blocks, of the last forecast
         self._num_events = 0  # ends and preemptions: what may turn a refusal into an admission
 
     @property
@@ -145,8 +146,10 @@ class AdmissionControl:
             num_used: blocks in use if it were admitted.
         """
         if self._greedy:
-            return num_used <= self._room
-        return self._forecast_peak(running, candidate, num_own, num_used) <= self._room
+            self.last_peak = float(num_used)
+        else:
+            self.last_peak = self._forecast_peak(running, candidate, num_own, num_used)
+        return self.last_peak <= self._room
 
     @property
     def _room(self) -> float:

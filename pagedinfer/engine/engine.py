@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from pagedinfer.beam_search import BeamSearchParams
 from pagedinfer.chat_template import read_template
 from pagedinfer.config import EngineConfig
@@ -31,9 +29,7 @@ from pagedinfer.models.model_config import ModelConfig
 from pagedinfer.outputs import RequestOutput
 from pagedinfer.runner.worker import Worker
 from pagedinfer.sampling_params import RequestOutputKind, SamplingParams
-
-if TYPE_CHECKING:
-    pass
+from pagedinfer.tracing.recorder import TracingScheduler
 
 logger = get_logger(__name__)
 
@@ -64,7 +60,7 @@ class LLMEngine:
         self.worker: Worker | WorkerGroup = make_worker(
             config, self.model_config, num_known_tokens=num_known_tokens(self.tokenizer)
         )
-        self.scheduler = Scheduler(
+        self.scheduler = self._make_scheduler(
             SchedulerConfig(
                 max_num_seqs=self.worker.max_num_seqs,
                 max_num_batched_tokens=self.worker.max_num_batched_tokens,
@@ -92,6 +88,18 @@ class LLMEngine:
         self._max_launched = 2 if overlap else 1
         self._num_requests = 0
         self._closed = False
+
+    def _make_scheduler(self, limits: SchedulerConfig) -> Scheduler:
+        if self.config.trace is None:
+            return Scheduler(limits)
+        about = {
+            "model": self.model_config.path.name,
+            "architecture": self.model_config.architecture,
+            "device": str(self.worker.device),
+            "dtype": str(self.worker.dtype).removeprefix("torch."),
+            "block_bytes": self.worker.block_bytes,
+        }
+        return TracingScheduler(limits, self.config.trace, about)
 
     def add_request(
         self,
@@ -258,6 +266,8 @@ class LLMEngine:
             self._closed = True
             self._drop_all()
             self._frozen_garbage.release()
+            if isinstance(self.scheduler, TracingScheduler):
+                self.scheduler.close()
             self.worker.close()
 
     def check_open(self) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
+from pagedinfer.engine.decisions import Preempted, WaitingReason
 from pagedinfer.engine.kv_cache_manager import KVCacheManager
 from pagedinfer.engine.request import Request, RequestStatus
 from pagedinfer.engine.request_queue import RequestQueue
@@ -86,6 +89,7 @@ class Preemption:
         self.costs = costs
         self.counters = counters
         self.num_swapped = 0  # requests in the queue whose KV is in CPU blocks
+        self.preempted: list[Preempted] = []  # in the step that is being planned
         self.holding: dict[Request, None] = {}  # forks in the queue that share KV already, in order
 
     def shed_forks(self, keep: Request | None) -> bool:
@@ -100,11 +104,18 @@ class Preemption:
             fork.num_computed_tokens = 0
         return bool(forks)
 
-    def preempt(self, request: Request) -> None:
-        """Back to the waiting ones, its KV in CPU blocks or to be computed again."""
+    def preempt(self, request: Request, by: Request, lack: WaitingReason) -> None:
+        """Back to the waiting ones, its KV in CPU blocks or to be computed again: `by` lacks something."""
         self.running.remove(request)
         request.num_preemptions += 1
+        num_tokens, num_blocks = request.num_computed_tokens, len(request.block_ids)
         self._give_up_blocks(request)
+        kind: Literal["swap", "recompute"] = (
+            "swap" if request.status is RequestStatus.SWAPPED else "recompute"
+        )
+        self.preempted.append(
+            Preempted(request.request_id, by.request_id, lack, kind, num_tokens, num_blocks)
+        )
         self.waiting.add(request)
 
     def _give_up_blocks(self, request: Request) -> None:

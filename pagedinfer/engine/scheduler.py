@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from pagedinfer.engine.admission import AdmissionControl
 from pagedinfer.engine.batch import Batch, StepOutput
+from pagedinfer.engine.decisions import Preempted, Refusal, WaitingReason
 from pagedinfer.engine.forks import PendingForks, check_fork
 from pagedinfer.engine.kv_cache_manager import KVCacheManager
 from pagedinfer.engine.preemption import Preemption, PreemptionCosts
@@ -26,7 +27,7 @@ from pagedinfer.engine.request_update import RequestUpdate, TopTokens
 from pagedinfer.engine.running_requests import RunningRequests
 from pagedinfer.engine.scheduler_config import SchedulerConfig
 from pagedinfer.engine.size_limits import max_total_tokens
-from pagedinfer.engine.stats import SchedulerCounters, SchedulerStats, WaitingReason, collect_stats
+from pagedinfer.engine.stats import SchedulerCounters, SchedulerStats, collect_stats
 from pagedinfer.engine.step_planner import StepPlanner
 
 __all__ = ["RequestUpdate", "Scheduler", "SchedulerConfig"]
@@ -188,6 +189,16 @@ class Scheduler:
     def waiting_reason(self) -> WaitingReason | None:
         """What the first waiting request lacked in the last step; None if nobody waits."""
         return self._planner.waiting_reason if self.waiting else None
+
+    @property
+    def refusal(self) -> Refusal | None:
+        """Whom the last step did not admit, and why; None if nobody waits or the step took no newcomers."""
+        return self._planner.refusal if self.waiting else None
+
+    @property
+    def preempted(self) -> list[Preempted]:
+        """Who had to give way in the last step."""
+        return self.preemption.preempted
 
     # ---- one step ----
 

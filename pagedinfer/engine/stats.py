@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from pagedinfer.engine.batch import Batch
+from pagedinfer.engine.decisions import WaitingReason
 from pagedinfer.engine.request import Request
 
 if TYPE_CHECKING:
     from pagedinfer.engine.scheduler import Scheduler
 
-WaitingReason = Literal["slots", "blocks", "tokens"]
+__all__ = ["SchedulerCounters", "SchedulerStats", "WaitingReason", "collect_stats"]
 
 
 @dataclass(slots=True)

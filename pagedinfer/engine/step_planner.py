@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from itertools import islice
+from typing import Literal
 
 from pagedinfer.engine.admission import AdmissionControl
 from pagedinfer.engine.batch import AdmittedRequest, Batch, ScheduledRequest
+from pagedinfer.engine.decisions import Refusal, WaitingReason
 from pagedinfer.engine.kv_cache_manager import KVCacheManager, Prefix
 from pagedinfer.engine.preemption import Preemption
 from pagedinfer.engine.request import Request, RequestStatus
 from pagedinfer.engine.request_queue import RequestQueue
 from pagedinfer.engine.running_requests import RunningRequests
 from pagedinfer.engine.scheduler_config import SchedulerConfig
-from pagedinfer.engine.stats import SchedulerCounters, WaitingReason
+from pagedinfer.engine.stats import SchedulerCounters
 
 _RETRY_STEPS = 16  # after so many steps a refused request is looked at again, whatever happened
 
@@ -61,7 +64,7 @@ class StepPlanner:
         self.preemption = preemption
         self.admission = admission
         self.counters = counters
-        self.waiting_reason: WaitingReason | None = None  # what the first waiting request lacked
+        self.refusal: Refusal | None = None  # of the first waiting request, if it was looked at
         self.swaps_in_done = 0  # the last step whose swaps in, and all before, have ended
         self._refused: tuple[Request, int] | None = None  # and the admission's events by then
         self._retry_step = 0
@@ -69,13 +72,14 @@ class StepPlanner:
     def plan(self, number: int) -> Step:
         """Step `number`. Requests that are preempted for it are not in it."""
         step = Step(Batch(number), self.config.max_num_batched_tokens)
-        self.waiting_reason = None
+        self.preemption.preempted = []
         first = 0
         if self.waiting and self.config.scheduling_policy == "priority":
             first = self._schedule_urgent(step)
         self._schedule_running(step, first, len(self.running))
-        if self.waiting:
-            self.waiting_reason = "blocks"
+        if step.short_of_blocks or not self.waiting:
+            self.refusal = None
+        else:
             while not step.short_of_blocks and self.waiting and self._admit_first(step):
                 pass
         if not step.batch.requests and any(r.status is RequestStatus.SWAPPING_IN for r in self.running):
@@ -84,6 +88,11 @@ class StepPlanner:
         self.kv.end_step(step.batch)
         self.counters.count_batch(step.batch, self.config.max_num_batched_tokens - step.budget)
         return step
+
+    @property
+    def waiting_reason(self) -> WaitingReason:
+        """What the first waiting request lacks."""
+        return "blocks" if self.refusal is None else self.refusal.reason
 
     # ---- those that run ----
 
@@ -213,7 +222,7 @@ class StepPlanner:
             if self.running.least_urgent is request:
                 self.counters.num_stalls += 1
                 return False
-            self.preemption.preempt(self.running.least_urgent)
+            self.preemption.preempt(self.running.least_urgent, request, "blocks")
             self.admission.observe_preemption()
         return True
 
@@ -231,7 +240,8 @@ class StepPlanner:
         num_gained = sum(len(victim.block_ids) for victim in victims)
         if not victims or num_needed > self.kv.num_free + num_gained:
             return False
-        self.preemption.preempt(victims[-1])
+        lack: WaitingReason = "blocks" if self.running.has_free_slot else "slots"
+        self.preemption.preempt(victims[-1], request, lack)
         step.short_of_blocks = True
         self.counters.num_displaced += 1
         return True
@@ -242,14 +252,13 @@ class StepPlanner:
         """Admits the first waiting request; False if it has to go on waiting."""
         request = self.waiting.first()
         if request.has_unknown_tokens:
+            self.refusal = None
             return False  # preempted while a step in flight draws its token
         if step.budget <= 0:
-            self.waiting_reason = "tokens"
-            return False
+            return self._refuse(request, "tokens")
         peers = self.running.num_at_least_as_urgent(request.urgency[0])
         if not self.running.has_free_slot and peers == len(self.running):
-            self.waiting_reason = "slots"
-            return False
+            return self._refuse(request, "slots")
         refusal = (request, self.admission.num_events)
         if self.running and self._refused == refusal and step.batch.step < self._retry_step:
             return False
@@ -262,20 +271,26 @@ class StepPlanner:
             if num_tokens == 0 or any(
                 self.kv.will_find(request, prefix, other) for other in step.unfinished_prompts
             ):
-                self.waiting_reason = "tokens"
-                return False
+                return self._refuse(request, "tokens")
             num_needed = self.kv.num_needed(request, prefix, start + num_tokens)
             fits = self._will_fit(request, prefix, peers)
             if fits and num_needed <= self.kv.num_free and self.running.has_free_slot:
                 break
             # Whatever gives blocks back may change what the prefix cache has: look again after it.
             if not (fits and self._find_more_room(step, request, num_needed)):
-                self.waiting_reason = "blocks" if self.running.has_free_slot else "slots"
                 self._refused, self._retry_step = refusal, step.batch.step + _RETRY_STEPS
-                return False
+                peak = 0 if fits else math.ceil(self.admission.last_peak)
+                reason: WaitingReason = "blocks" if self.running.has_free_slot else "slots"
+                return self._refuse(request, reason, num_needed, peak)
         self._refused = None
         self._admit(step, request, prefix, num_tokens)
         return True
+
+    def _refuse(
+        self, request: Request, reason: WaitingReason, num_needed: int = 0, peak: int = 0
+    ) -> Literal[False]:
+        self.refusal = Refusal(request.request_id, reason, num_needed, self.kv.num_free, peak)
+        return False
 
     def _find_prefix(self, request: Request) -> Prefix:
         prefix = self.kv.find_prefix(request)

@@ -1,0 +1,103 @@
+"""A traced run, scheduled again from its file: the same, step for step."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+from pagedinfer import LLM, BeamSearchParams, LLMEngine, SamplingParams
+from pagedinfer.config import EngineConfig
+from pagedinfer.engine.scheduler import Scheduler, SchedulerConfig
+from pagedinfer.tracing.reader import read_trace
+from pagedinfer.tracing.recorder import TracingScheduler
+from pagedinfer.tracing.replay import replay
+from tests.conftest import TinyModel
+from tests.engine import rig as rig_module
+from tests.engine.test_scheduler_machine import run_trace
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+
+
+def different_steps(path: Path) -> list[int]:
+    trace = read_trace(path)
+    steps = list(replay(trace))
+    assert len(steps) == len(trace.steps) > 0
+    return [step.record.number for step in steps if not step.same]
+
+
+@pytest.mark.parametrize("first", range(0, 48, 8))
+def test_whatever_happened_happens_again(first: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forks, beams, preemption, failed rows, aborts, resets and steps in flight, in tight pools."""
+    path = tmp_path / "trace.json"
+    traced: list[TracingScheduler] = []
+
+    def make(config: SchedulerConfig) -> Scheduler:
+        traced.append(TracingScheduler(config, str(path)))
+        return traced[-1]
+
+    monkeypatch.setattr(rig_module, "Scheduler", make)
+    for seed in range(first, first + 8):
+        run_trace(random.Random(seed))
+        traced[-1].close()
+        assert different_steps(path) == []
+
+
+def test_another_schedule_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "trace.json"
+    monkeypatch.setattr(rig_module, "Scheduler", lambda config: TracingScheduler(config, str(path)))
+    rig = rig_module.Rig(max_num_batched_tokens=16)
+    for i in range(4):
+        rig.add(f"r{i}", rig_module.prompt_of(10, first=9 * i), max_tokens=6)
+    rig.run()
+    rig.scheduler.close()  # type: ignore[attr-defined]
+    trace = read_trace(path)
+    assert all(step.same for step in replay(trace))
+    trace.config["max_num_batched_tokens"] = 12
+    assert not all(step.same for step in replay(trace))
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_run_of_the_engine(overlap: bool, tiny_llama: TinyModel, tmp_path: Path) -> None:
+    path = tmp_path / "trace.json.gz"
+    config = EngineConfig(
+        model=tiny_llama.path,
+        trace=str(path),
+        async_scheduling=overlap,
+        block_size=8,
+        max_model_len=96,
+        swap_space=0.001,
+        device="cpu",
+        max_num_seqs=4,
+        max_num_batched_tokens=24,
+        num_gpu_blocks_override=24,
+    )
+    engine = LLMEngine(config)
+    shared = "The same beginning, long enough for some blocks. "
+    for i in range(6):
+        engine.add_request(f"r{i}", shared + "and " * i, GREEDY)
+    engine.add_request("choices", "Once upon", SamplingParams(n=3, max_tokens=9, seed=1, temperature=1.0))
+    engine.add_request("stops", shared, SamplingParams(temperature=0.0, max_tokens=20, stop=["e", "a"]))
+    for _ in range(4):
+        engine.step()
+    engine.abort_request("r5")
+    engine.add_beam_search("beams", "A b", BeamSearchParams(beam_width=2, max_tokens=5))
+    engine.reset_prefix_cache()
+    while engine.has_unfinished_requests():
+        engine.step()
+    engine.add_request("again", shared, GREEDY)
+    while engine.has_unfinished_requests():
+        engine.step()
+    engine.close()
+    assert different_steps(path) == []
+
+
+def test_a_closed_engine_has_written_everything(tiny_llama: TinyModel, tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    with LLM(tiny_llama.path, device="cpu", num_gpu_blocks_override=64, trace=str(path)) as llm:
+        llm.generate(["a", "b"], GREEDY, use_tqdm=False)
+    trace = read_trace(path)
+    assert [ends[0].num_output_tokens for ends in trace.ended.values()] == [12, 12]
+    assert trace.engine["device"] == "cpu"
+    assert trace.engine["architecture"] == "LlamaForCausalLM"

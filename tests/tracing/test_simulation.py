@@ -1,0 +1,104 @@
+"""The cost model, and runs with other parameters on its clock."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pagedinfer.engine.batch import Batch, ScheduledRequest
+from pagedinfer.tracing.cost_model import features, fit
+from pagedinfer.tracing.reader import read_trace
+from pagedinfer.tracing.recorder import TracingScheduler
+from pagedinfer.tracing.records import Trace
+from pagedinfer.tracing.simulation import Run, simulate, traced_run
+from tests.engine import rig as rig_module
+from tests.engine.rig import Rig, prompt_of
+
+MILLISECONDS = {"step": 5.0, "decoded token": 0.01, "prompt token": 0.05}
+
+
+def cost(batch: Batch) -> float:
+    num_prompt = sum(work.num_tokens for work in batch.requests if work.num_tokens > 1)
+    num_decodes = sum(work.num_tokens == 1 for work in batch.requests)
+    return 1e-3 * (5.0 + 0.01 * num_decodes + 0.05 * num_prompt)
+
+
+@pytest.fixture
+def trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Trace:
+    """Twelve requests on four slots, of which one ends early; its steps take what `cost` says."""
+    path = tmp_path / "trace.json"
+    clock = [0.0]
+    monkeypatch.setattr("pagedinfer.tracing.recorder.time.perf_counter", lambda: clock[0])
+    monkeypatch.setattr(rig_module, "Scheduler", lambda config: TracingScheduler(config, str(path)))
+    rig = Rig(num_blocks=40, max_model_len=64)
+    draw = random.Random(0)
+    for i in range(12):
+        prompt = prompt_of(draw.randint(4, 30), first=i)
+        rig.add(f"r{i}", prompt, max_tokens=draw.randint(4, 20), eos_token_ids=frozenset([49]))
+    execute = rig.runner.execute
+
+    def timed(batch: Batch):  # type: ignore[no-untyped-def]
+        clock[0] += cost(batch)
+        return execute(batch)
+
+    rig.runner.execute = timed  # type: ignore[method-assign]
+    rig.run()
+    rig.scheduler.close()  # type: ignore[attr-defined]
+    return read_trace(path)
+
+
+def test_the_fit_finds_what_steps_cost() -> None:
+    draw = random.Random(1)
+    steps = []
+    for _ in range(300):
+        contexts = [draw.randint(1, 900) for _ in range(draw.randint(1, 64))]
+        work = [ScheduledRequest("d", 0, context, 1, True, []) for context in contexts]
+        if draw.random() < 0.3:
+            work.append(ScheduledRequest("p", 1, 0, draw.randint(2, 500), True, []))
+        batch = Batch(1, requests=work)
+        steps.append((features(batch), cost(batch) * draw.choice([0.99, 1.0, 1.01])))
+    steps += [(steps[0][0], 10.0)] * 3  # somebody else had the machine
+    model = fit(steps)
+    assert 1e3 * model.seconds["step"] == pytest.approx(5.0, rel=0.03)
+    assert 1e3 * model.seconds["prompt token"] == pytest.approx(0.05, rel=0.05)
+    assert model.error < 0.02
+    assert all(seconds >= 0 for seconds in model.seconds.values())
+    assert "ms a step" in model.describe()
+
+
+def test_nothing_to_fit() -> None:
+    with pytest.raises(ValueError, match="no steps"):
+        fit([])
+
+
+def test_its_own_parameters_give_the_same_run(trace: Trace) -> None:
+    traced, costs, num_different = traced_run(trace)
+    assert num_different == 0
+    same = simulate(trace, {}, costs, "same")
+    assert same.seconds == pytest.approx(traced.seconds, rel=0.02)
+    assert [times.num_tokens for times in same.times] == [times.num_tokens for times in traced.times]
+    assert np.mean(same.waits()) == pytest.approx(np.mean(traced.waits()), rel=0.05)
+    assert len(same.load) == len(traced.load)
+
+
+def test_other_parameters(trace: Trace) -> None:
+    traced, costs, _ = traced_run(trace)
+    fewer = simulate(trace, {"max_num_seqs": 1}, costs, "fewer")
+    more = simulate(trace, {"max_num_seqs": 12}, costs, "more")
+    assert fewer.tokens_per_second < 0.5 * traced.tokens_per_second
+    assert more.tokens_per_second > 1.2 * traced.tokens_per_second
+    assert np.mean(more.waits()) < np.mean(traced.waits()) < np.mean(fewer.waits())
+    tight = simulate(trace, {"num_blocks": 16, "admission_policy": "greedy"}, costs, "tight")
+    assert tight.num_preemptions > 0
+    short = simulate(trace, {"max_model_len": 16}, costs, "short")
+    assert short.num_refused > 0
+    with pytest.raises(ValueError, match="max_num_seqs"):
+        simulate(trace, {"max_num_seqs": 0}, costs, "none")
+
+
+def test_an_empty_run() -> None:
+    run = Run("nothing")
+    assert (run.seconds, run.tokens_per_second, run.waits()) == (0.0, 0.0, [])
