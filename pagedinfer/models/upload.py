@@ -15,7 +15,7 @@ from torch import Tensor
 from pagedinfer.models.checkpoint import FilePlace
 
 _STAGE_BYTES = 16 << 20
-_MOST_THREADS = 8
+_MOST_THREADS = 12
 _MOST_BYTES_UNDER_WAY = 512 << 20
 
 
@@ -66,6 +66,7 @@ class Uploader:
                 future.result()
             self._bytes_under_way -= num_bytes
 
+    @torch.inference_mode()  # a thread's own; destinations may have been made in that mode
     def _copy_piece(self, source: Tensor, destination: Tensor, place: FilePlace | None) -> None:
         lane = getattr(self._local, "lane", None)
         if lane is None:

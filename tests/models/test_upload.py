@@ -41,6 +41,14 @@ def test_place_is_where_the_bytes_are(file: SafetensorsFile) -> None:
         assert torch.equal(memory.view(torch.float32).view(3, 70), tensor[100:103])
 
 
+def test_destinations_of_inference_mode(device: torch.device, file: SafetensorsFile) -> None:
+    with torch.inference_mode(), file.open() as tensors:
+        target = torch.empty(SHAPES["a"], device=device)
+        with Uploader(device) as uploader:
+            uploader.copy(tensors.get("a"), target)
+        assert torch.equal(target.cpu(), tensors.get("a"))
+
+
 def test_reading_past_the_end_is_an_error(file: SafetensorsFile) -> None:
     size = file.path.stat().st_size
     memory = torch.empty(16, dtype=torch.uint8)
