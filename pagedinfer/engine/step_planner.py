@@ -124,11 +124,13 @@ class StepPlanner:
         for index, request in enumerate(islice(running, first, last), start=first + 1):
             if step.budget <= 0:
                 break
-            if request.status is RequestStatus.SWAPPING_IN and not self._has_arrived(step, request):
+            swapping_in = request.status is RequestStatus.SWAPPING_IN
+            if swapping_in and not self._has_arrived(step, request):
                 continue
             start = request.num_computed_tokens
             num_tokens = request.num_tokens - start
-            if num_tokens == 1 and start < request.capacity and start + 1 < request.max_total_tokens:
+            has_room = start < request.capacity and start + 1 < request.max_total_tokens
+            if num_tokens == 1 and has_room and not swapping_in:
                 # What `_compute` would do for a decode with room. All that most requests need in most steps.
                 if decodes_behind is not None:
                     decodes_behind -= 1
@@ -155,7 +157,7 @@ class StepPlanner:
                 if not self._make_room(step, request, start + num_tokens):
                     break
                 new_blocks = self.kv.grow(request, start + num_tokens)
-            if request.status is RequestStatus.SWAPPING_IN:
+            if swapping_in:
                 self._start(step, request, num_tokens)
             else:
                 self._compute(step, request, num_tokens, new_blocks)

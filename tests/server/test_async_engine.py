@@ -346,7 +346,7 @@ def test_the_socket_is_private_and_what_is_no_message_is_ignored(model: str) -> 
 def test_no_source_unpickles_what_comes_from_outside() -> None:
     for path in (Path(engine_handle.__file__).parents[1]).rglob("*.py"):
         text = path.read_text()
-        for word in ("import pickle", "recv_pyobj", "send_pyobj", "marshal.loads", "shelve"):
+        for word in ("pickle.load", "Unpickler", "recv_pyobj", "send_pyobj", "marshal.loads", "shelve"):
             assert word not in text, (path, word)
 
 
