@@ -506,7 +506,7 @@ cudaError_t launch(KernelParams p, cudaStream_t stream) {
   cudaError_t status =
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
   if (status != cudaSuccess) return status;
-  return launch_dependent<const KernelParams>(kernel, p.grid, Traits::kThreads, bytes, stream, p);
+  return launch_dependent(kernel, p.grid, Traits::kThreads, bytes, stream, p);
 }
 
 }  // namespace

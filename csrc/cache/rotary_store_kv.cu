@@ -2,13 +2,16 @@
 //
 // Grid: one block of threads per token. A head is a group of `lanes` neighbouring threads, a power
 // of two up to a warp; the groups walk the token's query heads, then its key heads, then its value
-// heads. A thread holds kUnits units of its head. A unit is two vectors: pairs that are rotated
-// together or, past rotary_dim, two neighbours that are not (the last of them may be missing). All
-// loads of a head are issued before anything is waited for. Shared memory: none. Invariants: slot
-// -1 stores nothing; a position outside the table rotates nothing. Template parameters: T, the
-// element type; kVec, elements of a vector: as many as 16 bytes hold, or one where rows do not
-// start at such multiples; kUnits; kInterleaved, which elements are a pair.
+// heads, kHeads at a time. A thread holds kUnits units of each, at the same place in all its heads,
+// so that it loads angles and weights once. A unit is two vectors: pairs that are rotated together
+// or, past rotary_dim, two neighbours that are not (the last of them may be missing). All loads of
+// a thread's heads are issued before anything is waited for. Shared memory: none. The launch is
+// dependent (dependent_launch.cuh). Invariants: slot -1 stores nothing; a position outside the
+// table rotates nothing. Template parameters: T, the element type; kVec, elements of a vector: as
+// many as 16 bytes hold, or one where rows do not start at such multiples; kUnits; kHeads;
+// kInterleaved, which elements are a pair; kNormed, whether query or key has a norm.
 #include "cache/rotary_store_kv_cuda.h"
+#include "common/dependent_launch.cuh"
 #include "layers/elements.cuh"
 #include "layers/row_math.cuh"
 
@@ -18,6 +21,8 @@ namespace {
 
 constexpr int kWarp = 32;
 constexpr int kMaxThreads = 512;
+// From so many on, tokens alone fill the chip, and a thread does better to take two heads.
+constexpr int64_t kManyTokens = 1024;
 
 // Where the two vectors of unit u of a head begin, in elements. `second` is head_dim or more if
 // there is none.
@@ -37,7 +42,7 @@ __device__ __forceinline__ Unit unit_of(int u, int half) {
   return {u * kVec, u * kVec + half, true};
 }
 
-template <typename T, int kVec, int kUnits, bool kInterleaved>
+template <typename T, int kVec, int kUnits, int kHeads, bool kInterleaved, bool kNormed>
 __global__ void __launch_bounds__(kMaxThreads)
     rotary_store_kv_kernel(const __grid_constant__ RotaryStoreKvParams p, int log2_lanes,
                            int log2_block_size) {
@@ -49,78 +54,112 @@ __global__ void __launch_bounds__(kMaxThreads)
   const int lanes = 1 << log2_lanes;
   const int lane = threadIdx.x & (lanes - 1), group = threadIdx.x >> log2_lanes;
   const int num_groups = blockDim.x >> log2_lanes;
-
-  const int64_t position = p.positions[token];
-  const int64_t slot = p.slot_mapping[token];
-  const bool in_table = position >= 0 && position < p.max_position;
-  const float* cos = p.cos_sin_cache + (in_table ? position : 0) * p.rotary_dim;
   T* query = static_cast<T*>(p.query) + token * p.query_stride_token;
   const T* key = static_cast<const T*>(p.key) + token * p.key_stride_token;
   const T* value = static_cast<const T*>(p.value) + token * p.value_stride_token;
+  Unit units[kUnits];
+#pragma unroll
+  for (int j = 0; j < kUnits; ++j) {
+    units[j] = unit_of<kVec, kInterleaved>(lane + j * lanes, half);
+  }
+
+  begin_dependent();
+  const int64_t position = p.positions[token];
+  const int64_t slot = p.slot_mapping[token];
+  const bool in_table = position >= 0 && position < p.max_position;
+  Angles<kVec> angles[kUnits];
+  // Of the query's and of the key's norm, at each unit's two vectors.
+  Vector<T, kVec> weights[kNormed ? 2 : 1][kUnits][2];
 
   // Every thread of a warp takes part in every round, for the sums of the norm.
-  for (int round = 0; round < all_heads; round += num_groups) {
-    const int head = round + group;
-    const bool is_query = head < num_heads;
-    const bool is_key = !is_query && head < num_heads + num_kv_heads;
-    const int kv_head = head - num_heads;  // V's heads follow K's, here and in the cache
-    const T* source = is_query ? query + head * p.query_stride_head
-                      : is_key ? key + kv_head * p.key_stride_head
-                               : value + (kv_head - num_kv_heads) * p.value_stride_head;
-    const T* weight = static_cast<const T*>(is_query ? p.query_norm_weight
-                                            : is_key ? p.key_norm_weight
-                                                     : nullptr);
-    const int length = head < all_heads ? head_dim : 0;
-
-    Vector<T, kVec> a[kUnits], b[kUnits];
+  for (int first_head = 0; first_head < all_heads; first_head += num_groups * kHeads) {
+    const auto head_of = [&](int h) { return first_head + h * num_groups + group; };
+    Vector<T, kVec> a[kHeads][kUnits], b[kHeads][kUnits];
 #pragma unroll
-    for (int j = 0; j < kUnits; ++j) {
-      const Unit unit = unit_of<kVec, kInterleaved>(lane + j * lanes, half);
-      if (unit.first < length) a[j] = load_vector<kVec>(source + unit.first);
-      if (unit.second < length) b[j] = load_vector<kVec>(source + unit.second);
-    }
-
-    if (p.query_norm_weight != nullptr || p.key_norm_weight != nullptr) {
-      float sum = 0.0f;
+    for (int h = 0; h < kHeads; ++h) {
+      const int head = head_of(h), kv_head = head - num_heads;
+      const T* source = head < num_heads ? query + head * p.query_stride_head
+                        : kv_head < num_kv_heads
+                            ? key + kv_head * p.key_stride_head
+                            : value + (kv_head - num_kv_heads) * p.value_stride_head;
 #pragma unroll
       for (int j = 0; j < kUnits; ++j) {
-        const Unit unit = unit_of<kVec, kInterleaved>(lane + j * lanes, half);
-        if (unit.first < length) sum += sum_of_squares(a[j]);
-        if (unit.second < length) sum += sum_of_squares(b[j]);
+        if (head >= all_heads) continue;
+        if (units[j].first < head_dim) a[h][j] = load_vector<kVec>(source + units[j].first);
+        if (units[j].second < head_dim) b[h][j] = load_vector<kVec>(source + units[j].second);
       }
-      for (int offset = lanes / 2; offset > 0; offset /= 2) {
-        sum += __shfl_xor_sync(0xffffffff, sum, offset);
+    }
+    if (first_head == 0) {
+      if constexpr (kNormed) {
+#pragma unroll
+        for (int kind = 0; kind < 2; ++kind) {
+          const T* weight =
+              static_cast<const T*>(kind == 0 ? p.query_norm_weight : p.key_norm_weight);
+          if (weight == nullptr) continue;
+#pragma unroll
+          for (int j = 0; j < kUnits; ++j) {
+            const auto [first, second, rotated] = units[j];
+            if (first < head_dim) weights[kind][j][0] = load_vector<kVec>(weight + first);
+            if (second < head_dim) weights[kind][j][1] = load_vector<kVec>(weight + second);
+          }
+        }
       }
-      const float factor = rsqrtf(sum / static_cast<float>(head_dim) + p.epsilon);
+      const float* cos = p.cos_sin_cache + (in_table ? position : 0) * p.rotary_dim;
 #pragma unroll
       for (int j = 0; j < kUnits; ++j) {
-        const Unit unit = unit_of<kVec, kInterleaved>(lane + j * lanes, half);
-        if (weight == nullptr) continue;
-        if (unit.first < length) {
-          a[j] = normalised(a[j], factor, load_vector<kVec>(weight + unit.first));
-        }
-        if (unit.second < length) {
-          b[j] = normalised(b[j], factor, load_vector<kVec>(weight + unit.second));
-        }
+        const int u = lane + j * lanes;
+        if (units[j].rotated) angles[j].load(cos + u * kVec, cos + half + u * kVec);
       }
     }
 
-    if (!is_query && slot < 0) continue;
-    T* destination = query + head * p.query_stride_head;
-    if (!is_query) {
-      const int64_t block = log2_block_size >= 0 ? slot >> log2_block_size : slot / p.block_size;
-      const int64_t row = kv_head * p.block_size + (slot - block * p.block_size);
-      destination = static_cast<T*>(p.kv_cache) + block * p.cache_stride_block + row * p.head_dim;
-    }
 #pragma unroll
-    for (int j = 0; j < kUnits; ++j) {
-      const int u = lane + j * lanes;
-      const Unit unit = unit_of<kVec, kInterleaved>(u, half);
-      if (unit.rotated && in_table && (is_query || is_key) && unit.first < length) {
-        rotate_pairs<kInterleaved>(a[j], b[j], cos + u * kVec, cos + half + u * kVec);
+    for (int h = 0; h < kHeads; ++h) {
+      const int head = head_of(h);
+      const bool is_query = head < num_heads;
+      const bool is_key = !is_query && head < num_heads + num_kv_heads;
+      const int kv_head = head - num_heads;  // V's heads follow K's, here and in the cache
+      const int length = head < all_heads ? head_dim : 0;
+
+      if constexpr (kNormed) {
+        float sum = 0.0f;
+#pragma unroll
+        for (int j = 0; j < kUnits; ++j) {
+          if (units[j].first < length) sum += sum_of_squares(a[h][j]);
+          if (units[j].second < length) sum += sum_of_squares(b[h][j]);
+        }
+        for (int offset = lanes / 2; offset > 0; offset /= 2) {
+          sum += __shfl_xor_sync(0xffffffff, sum, offset);
+        }
+        const float factor = rsqrtf(sum / static_cast<float>(head_dim) + p.epsilon);
+        const bool normed = (is_query && p.query_norm_weight != nullptr) ||
+                            (is_key && p.key_norm_weight != nullptr);
+#pragma unroll
+        for (int j = 0; j < kUnits; ++j) {
+          if (!normed) continue;
+#pragma unroll
+          for (int second = 0; second < 2; ++second) {
+            const Vector<T, kVec> weight = is_query ? weights[0][j][second] : weights[1][j][second];
+            Vector<T, kVec>& x = second ? b[h][j] : a[h][j];
+            x = normalised(x, factor, weight);
+          }
+        }
       }
-      if (unit.first < length) store_vector(destination + unit.first, a[j]);
-      if (unit.second < length) store_vector(destination + unit.second, b[j]);
+
+      if (!is_query && slot < 0) continue;
+      T* destination = query + head * p.query_stride_head;
+      if (!is_query) {
+        const int64_t block = log2_block_size >= 0 ? slot >> log2_block_size : slot / p.block_size;
+        const int64_t row = kv_head * p.block_size + (slot - block * p.block_size);
+        destination = static_cast<T*>(p.kv_cache) + block * p.cache_stride_block + row * p.head_dim;
+      }
+#pragma unroll
+      for (int j = 0; j < kUnits; ++j) {
+        if (units[j].rotated && in_table && (is_query || is_key)) {
+          rotate_pairs<kInterleaved>(a[h][j], b[h][j], angles[j]);
+        }
+        if (units[j].first < length) store_vector(destination + units[j].first, a[h][j]);
+        if (units[j].second < length) store_vector(destination + units[j].second, b[h][j]);
+      }
     }
   }
 }
@@ -132,19 +171,23 @@ int log2_or_none(int64_t n) {
   return int64_t{1} << log2 == n ? log2 : -1;
 }
 
-template <typename T, int kVec, int kUnits>
-cudaError_t launch(const RotaryStoreKvParams& p, cudaStream_t stream) {
-  const int64_t units = (p.head_dim / kVec + 1) / 2;
+template <typename T, int kVec, int kUnits, int kHeads>
+cudaError_t launch(const RotaryStoreKvParams& p, int64_t units, cudaStream_t stream) {
   int log2_lanes = 0;
   while ((int64_t{kUnits} << log2_lanes) < units) ++log2_lanes;
-  const int64_t all_threads = (p.num_heads + 2 * p.num_kv_heads) << log2_lanes;
+  const int64_t groups = (p.num_heads + 2 * p.num_kv_heads + kHeads - 1) / kHeads;
+  const int64_t all_threads = groups << log2_lanes;
   const int64_t threads =
       all_threads < kMaxThreads ? (all_threads + kWarp - 1) / kWarp * kWarp : kMaxThreads;
-  const auto kernel = p.interleaved ? rotary_store_kv_kernel<T, kVec, kUnits, true>
-                                    : rotary_store_kv_kernel<T, kVec, kUnits, false>;
-  kernel<<<static_cast<unsigned>(p.num_tokens), static_cast<unsigned>(threads), 0, stream>>>(
-      p, log2_lanes, log2_or_none(p.block_size));
-  return cudaGetLastError();
+  const bool normed = p.query_norm_weight != nullptr || p.key_norm_weight != nullptr;
+  const auto kernel = p.interleaved
+                          ? normed ? rotary_store_kv_kernel<T, kVec, kUnits, kHeads, true, true>
+                                   : rotary_store_kv_kernel<T, kVec, kUnits, kHeads, true, false>
+                      : normed ? rotary_store_kv_kernel<T, kVec, kUnits, kHeads, false, true>
+                               : rotary_store_kv_kernel<T, kVec, kUnits, kHeads, false, false>;
+  return launch_dependent(kernel, static_cast<unsigned>(p.num_tokens),
+                          static_cast<unsigned>(threads), 0, stream, p, log2_lanes,
+                          log2_or_none(p.block_size));
 }
 
 }  // namespace
@@ -160,9 +203,16 @@ cudaError_t launch_rotary_store_kv(const RotaryStoreKvParams& p, cudaStream_t st
                                      p.cache_stride_block * element, p.head_dim * element,
                                      p.rotary_dim / 2 * element}) == kVectorBytes;
   return with_elements(p.dtype, vectors, [&]<typename T, int kVec>() {
+    const int64_t units = (p.head_dim / kVec + 1) / 2;
     // Units that a warp's lanes must share for the longest head.
     constexpr int kMaxUnits = kMaxRotaryStoreHeadDim / kVec / 2;
-    return launch<T, kVec, kMaxUnits <= kWarp ? 1 : kMaxUnits / kWarp>(p, stream);
+    if constexpr (kMaxUnits > kWarp) {
+      return launch<T, kVec, kMaxUnits / kWarp, 1>(p, units, stream);
+    } else if (p.num_tokens < kManyTokens) {
+      return launch<T, kVec, 1, 1>(p, units, stream);
+    } else {
+      return launch<T, kVec, 1, 2>(p, units, stream);
+    }
   });
 }
 

@@ -7,6 +7,7 @@
 // of.
 #include "cache/store_kv_cuda.h"
 #include "cache/vector_types.cuh"
+#include "common/dependent_launch.cuh"
 #include "common/vector_width.h"
 
 namespace pagedinfer {
@@ -32,6 +33,7 @@ __global__ void __launch_bounds__(kMaxThreads)
                                        : value + (head - num_heads) * p.value_stride_head * element;
     return reinterpret_cast<const V*>(row)[offset];
   };
+  begin_dependent();
   int i = threadIdx.x;
   V vector{};
   if (i < vectors) vector = load(i);
@@ -63,10 +65,9 @@ cudaError_t launch_store_kv(const StoreKvParams& p, cudaStream_t stream) {
   return with_vector_type(width, [&]<typename V>() {
     const int64_t vectors = 2 * p.num_kv_heads * p.head_dim * element / width;
     const int64_t threads = vectors < kMaxThreads ? (vectors + 31) / 32 * 32 : kMaxThreads;
-    store_kv_kernel<V>
-        <<<static_cast<unsigned>(p.num_tokens), static_cast<unsigned>(threads), 0, stream>>>(
-            p, static_cast<int>(element));
-    return cudaGetLastError();
+    return launch_dependent(store_kv_kernel<V>, static_cast<unsigned>(p.num_tokens),
+                            static_cast<unsigned>(threads), 0, stream, p,
+                            static_cast<int>(element));
   });
 }
 

@@ -1,28 +1,42 @@
 // Programmatic dependent launch: a kernel's blocks start while the last blocks of the kernel before
 // it in the stream still run, and wait on the device for its end; what that saves is the launch.
 //
-// Right for any neighbours. A kernel launched this way calls begin_dependent() before it reads or
-// writes any memory that another kernel may touch; the wait in it returns when the kernel before
-// has ended and its writes are visible. That kernel had done the same, so all before it have ended
-// too. A kernel after this one that is not launched this way starts when this one has ended.
+// Right for any neighbours. A kernel launched this way calls wait_for_predecessor() before it reads
+// or writes any memory that another kernel may touch; the wait returns when the kernel before has
+// ended and its writes are visible. That kernel had done the same, so all before it have ended too.
+// A kernel after this one that is not launched this way starts when this one has ended.
 #pragma once
 
 #include <cuda_runtime.h>
 
+#include <type_traits>
+
 namespace pagedinfer {
 
-__device__ __forceinline__ void begin_dependent() {
+// The next kernel's blocks may start once all blocks of this one have come here, or ended.
+__device__ __forceinline__ void let_successor_start() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+__device__ __forceinline__ void wait_for_predecessor() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
 
-// Launches a kernel that calls begin_dependent(). One that was compiled for an architecture without
-// it, which may run on a newer one, is launched as any other.
-template <typename Params>
-cudaError_t launch_dependent(void (*kernel)(Params), int blocks, int threads, int shared_bytes,
-                             cudaStream_t stream, const Params& params) {
+__device__ __forceinline__ void begin_dependent() {
+  let_successor_start();
+  wait_for_predecessor();
+}
+
+// Launches a kernel that calls wait_for_predecessor(). One that was compiled for an architecture
+// without it, which may run on a newer one, is launched as any other.
+template <typename... Params>
+cudaError_t launch_dependent(void (*kernel)(Params...), unsigned blocks, unsigned threads,
+                             int shared_bytes, cudaStream_t stream,
+                             const std::type_identity_t<Params>&... params) {
   cudaFuncAttributes compiled;
   if (cudaError_t status = cudaFuncGetAttributes(&compiled, kernel); status != cudaSuccess) {
     return status;
@@ -37,7 +51,7 @@ cudaError_t launch_dependent(void (*kernel)(Params), int blocks, int threads, in
   config.stream = stream;
   config.attrs = &early;
   config.numAttrs = compiled.ptxVersion >= 90 ? 1 : 0;
-  return cudaLaunchKernelEx(&config, kernel, params);
+  return cudaLaunchKernelEx(&config, kernel, params...);
 }
 
 }  // namespace pagedinfer

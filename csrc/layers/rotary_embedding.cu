@@ -5,6 +5,7 @@
 // nothing. Template parameters: T, the element type; kVec, elements of a vector: as many as 16
 // bytes hold, or one where rows do not start at such multiples; kInterleaved, which elements are a
 // pair.
+#include "common/dependent_launch.cuh"
 #include "common/dtype.h"
 #include "layers/elements.cuh"
 #include "layers/rotary_embedding_cuda.h"
@@ -23,7 +24,9 @@ __device__ __forceinline__ void rotate_in_place(T* head, int i, int half, const 
   T* first = kInterleaved ? head + 2 * i : head + i;
   T* second = kInterleaved ? first + kVec : first + half;
   Vector<T, kVec> a = load_vector<kVec>(first), b = load_vector<kVec>(second);
-  rotate_pairs<kInterleaved>(a, b, cos + i, sin + i);
+  Angles<kVec> angles;
+  angles.load(cos + i, sin + i);
+  rotate_pairs<kInterleaved>(a, b, angles);
   store_vector(first, a);
   store_vector(second, b);
 }
@@ -32,6 +35,7 @@ template <typename T, int kVec, bool kInterleaved>
 __global__ void __launch_bounds__(kMaxThreads)
     rotary_embedding_kernel(const __grid_constant__ RotaryEmbeddingParams p) {
   const int64_t token = blockIdx.x;
+  begin_dependent();
   const int64_t position = p.positions[token];
   if (position < 0 || position >= p.max_position) return;
   const int half = static_cast<int>(p.rotary_dim / 2);
@@ -66,8 +70,8 @@ cudaError_t launch_rotary_embedding(const RotaryEmbeddingParams& p, cudaStream_t
     const int64_t threads = units < kMaxThreads ? (units + 31) / 32 * 32 : kMaxThreads;
     const auto kernel = p.interleaved ? rotary_embedding_kernel<T, kVec, true>
                                       : rotary_embedding_kernel<T, kVec, false>;
-    kernel<<<static_cast<unsigned>(p.num_tokens), static_cast<unsigned>(threads), 0, stream>>>(p);
-    return cudaGetLastError();
+    return launch_dependent(kernel, static_cast<unsigned>(p.num_tokens),
+                            static_cast<unsigned>(threads), 0, stream, p);
   });
 }
 

@@ -34,14 +34,24 @@ __device__ __forceinline__ void rotate(T& x_element, T& y_element, float cos, fl
   y_element = rounded<T>(__fadd_rn(__fmul_rn(y, cos), __fmul_rn(x, sin)));
 }
 
-// Turns kVec pairs of a head by the angles whose cosines and sines stand at `cos` and `sin`. `a`
-// and `b` are the pairs' first and their second members or, if interleaved, 2 * kVec neighbours.
+// Cosines and sines of kCount angles.
+template <int kCount>
+struct Angles {
+  float cosines[kCount], sines[kCount];
+
+  __device__ __forceinline__ void load(const float* cos, const float* sin) {
+    load_floats(cos, cosines);
+    load_floats(sin, sines);
+  }
+};
+
+// Turns kVec pairs of a head. `a` and `b` are the pairs' first and their second members or, if
+// interleaved, 2 * kVec neighbours.
 template <bool kInterleaved, typename T, int kVec>
 __device__ __forceinline__ void rotate_pairs(Vector<T, kVec>& a, Vector<T, kVec>& b,
-                                             const float* cos, const float* sin) {
-  float cosines[kVec], sines[kVec];
-  load_floats(cos, cosines);
-  load_floats(sin, sines);
+                                             const Angles<kVec>& angles) {
+  const float (&cosines)[kVec] = angles.cosines;
+  const float (&sines)[kVec] = angles.sines;
 #pragma unroll
   for (int e = 0; e < kVec; ++e) {
     if constexpr (!kInterleaved) {

@@ -4,6 +4,7 @@
 // of the gate and the one of the same place of the other half. Vectors are 16 bytes, or one element
 // where rows do not start at such multiples. Shared memory: none. Template parameters: T, the
 // element type; kVec, elements of a vector.
+#include "common/dependent_launch.cuh"
 #include "common/dtype.h"
 #include "layers/elements.cuh"
 #include "layers/row_place.cuh"
@@ -35,6 +36,7 @@ __global__ void __launch_bounds__(kThreads)
 
   const RowPlace place = place_of(r, static_cast<unsigned>(p.inner_rows));
   const T* input = place.in(static_cast<const T*>(p.input), p.input_strides) + i;
+  begin_dependent();
   const Vector<T, kVec> gate = load_vector<kVec>(input);
   const Vector<T, kVec> up = load_vector<kVec>(input + p.width);
   Vector<T, kVec> out;
@@ -57,10 +59,9 @@ cudaError_t launch_silu_and_mul(const SiluAndMulParams& p, cudaStream_t stream) 
   return with_elements(p.dtype, vectors, [&]<typename T, int kVec>() {
     const int64_t pieces = (p.width / kVec + kThreads - 1) / kThreads;
     if (p.num_rows * pieces > kMaxGridRows) return cudaErrorInvalidConfiguration;
-    silu_and_mul_kernel<T, kVec>
-        <<<static_cast<unsigned>(p.num_rows * pieces), kThreads, 0, stream>>>(
-            p, static_cast<unsigned>(pieces));
-    return cudaGetLastError();
+    return launch_dependent(silu_and_mul_kernel<T, kVec>,
+                            static_cast<unsigned>(p.num_rows * pieces), kThreads, 0, stream, p,
+                            static_cast<unsigned>(pieces));
   });
 }
 
