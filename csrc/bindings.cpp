@@ -65,6 +65,15 @@ STABLE_TORCH_LIBRARY(pagedinfer, m) {
       "bool interleaved) -> ()");
   // out = silu(left half of input) * right half of input (SwiGLU).
   m.def("silu_and_mul(Tensor input, Tensor(a!) out) -> ()");
+
+  // ---- runner ----
+  // The inputs of a step of decodes, made from what the device keeps by slot.
+  m.def(
+      "decode_inputs(Tensor packed, Tensor last_tokens, Tensor num_prompt_tokens, int block_size, "
+      "Tensor(a!) block_table, Tensor(b!) output_positions, Tensor(c!) input_ids, "
+      "Tensor(d!) positions, Tensor(e!) slot_mapping, Tensor(f!) row_blocks) -> ()");
+  // Keeps what a step drew, by slot: the next step's input.
+  m.def("keep_tokens(Tensor slots, Tensor token_ids, Tensor(a!) last_tokens) -> ()");
 }
 
 // One entry serves both devices: it looks at its tensors and takes the CPU or the CUDA kernel.
@@ -81,7 +90,9 @@ STABLE_TORCH_LIBRARY(pagedinfer, m) {
   m.impl("top_logprobs", TORCH_BOX(&pagedinfer::top_logprobs));                                 \
   m.impl("rms_norm", TORCH_BOX(&pagedinfer::rms_norm));                                         \
   m.impl("rotary_embedding", TORCH_BOX(&pagedinfer::rotary_embedding));                         \
-  m.impl("silu_and_mul", TORCH_BOX(&pagedinfer::silu_and_mul))
+  m.impl("silu_and_mul", TORCH_BOX(&pagedinfer::silu_and_mul));                                 \
+  m.impl("decode_inputs", TORCH_BOX(&pagedinfer::decode_inputs));                               \
+  m.impl("keep_tokens", TORCH_BOX(&pagedinfer::keep_tokens))
 
 STABLE_TORCH_LIBRARY_IMPL(pagedinfer, CPU, m) { PAGEDINFER_IMPLEMENT(m); }
 #ifdef PAGEDINFER_WITH_CUDA

@@ -51,4 +51,9 @@ void rotary_embedding(const Tensor& positions, Tensor query, std::optional<Tenso
                       const Tensor& cos_sin_cache, bool interleaved);
 void silu_and_mul(const Tensor& input, Tensor out);
 
+void decode_inputs(const Tensor& packed, const Tensor& last_tokens, const Tensor& num_prompt_tokens,
+                   int64_t block_size, Tensor block_table, Tensor output_positions,
+                   Tensor input_ids, Tensor positions, Tensor slot_mapping, Tensor row_blocks);
+void keep_tokens(const Tensor& slots, const Tensor& token_ids, Tensor last_tokens);
+
 }  // namespace pagedinfer

@@ -620,6 +620,83 @@ def silu_and_mul(input: Tensor, out: Tensor | None = None) -> Tensor:
     return out
 
 
+# ---- runner ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeInputs:
+    """What `decode_inputs` makes."""
+
+    input_ids: Tensor
+    """int64 [num_rows]; 0 for padding."""
+    positions: Tensor
+    """int64 [num_rows]; 0 for padding."""
+    slot_mapping: Tensor
+    """int64 [num_rows]: where in the cache the token's K and V go; -1 for padding."""
+    block_table: Tensor
+    """int32 [num_rows, num_columns]: the blocks in use; what is behind them means nothing."""
+
+
+def decode_inputs(
+    packed: Tensor,
+    *,
+    last_tokens: Tensor,
+    num_prompt_tokens: Tensor,
+    block_table: Tensor,
+    output_positions: Tensor,
+    block_size: int,
+) -> DecodeInputs:
+    """The inputs of a step in which every request computes the token that it drew last.
+
+    Made from the state of the slots, which is brought up to date: a new block is written into its slot's
+    block table, at the place of the sequence's last token, and the index of the token to be drawn into
+    `output_positions`.
+
+    Args:
+        packed: int32 [3, num_rows]: slots, -1 for padding; lengths of the sequences with this step's token;
+            new blocks, -1 for none. A slot stands there once.
+        last_tokens: int64 [num_slots].
+        num_prompt_tokens: int64 [num_slots].
+        block_table: int32 [num_slots, num_columns], written.
+        output_positions: int64 [num_slots], written.
+        block_size: tokens of a block.
+
+    Raises:
+        ValueError: shapes, dtypes, devices or strides that do not fit; on the CPU also slots and lengths
+            out of range.
+    """
+    num_rows, device = packed.shape[1], packed.device
+    longs = torch.empty((3, num_rows), dtype=torch.int64, device=device)
+    out = DecodeInputs(longs[0], longs[1], longs[2], packed.new_empty((num_rows, block_table.shape[1])))
+    _ops.decode_inputs(
+        packed,
+        last_tokens,
+        num_prompt_tokens,
+        block_size,
+        block_table,
+        output_positions,
+        out.input_ids,
+        out.positions,
+        out.slot_mapping,
+        out.block_table,
+    )
+    return out
+
+
+def keep_tokens(slots: Tensor, token_ids: Tensor, last_tokens: Tensor) -> None:
+    """Keeps what a step drew as the next one's input: last_tokens[slots[i]] = token_ids[i].
+
+    Args:
+        slots: int32 [num_rows], each at most once; -1 is padding, whose token is dropped.
+        token_ids: int64 [num_rows]; -1, of a row that could not be sampled, is kept as 0.
+        last_tokens: int64 [num_slots], written.
+
+    Raises:
+        ValueError: shapes, dtypes, devices or strides that do not fit; on the CPU also slots out of range.
+    """
+    _ops.keep_tokens(slots, token_ids, last_tokens)
+
+
 # ---- fakes: what the ops return, for torch.compile and opcheck --------------------------------------
 
 
@@ -636,6 +713,8 @@ def _register_fakes() -> None:
         "rms_norm",
         "rotary_embedding",
         "silu_and_mul",
+        "decode_inputs",
+        "keep_tokens",
     ):
         # These only write into their arguments; shapes are checked when the op runs.
         torch.library.register_fake(f"pagedinfer::{name}", lambda *args, **kwargs: None)

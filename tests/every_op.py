@@ -160,6 +160,21 @@ def silu_and_mul(device: torch.device) -> None:
             ops.silu_and_mul(torch.randn(3, 2 * width, device=device).to(dtype))
 
 
+def decode_inputs(device: torch.device) -> None:
+    """Rows of one block and of many, new blocks and padding; what is drawn goes back."""
+    packed = torch.tensor([[2, 0, -1], [16 * 300, 1, 0], [7, -1, -1]], dtype=torch.int32, device=device)
+    by_slot = torch.zeros(3, 3, dtype=torch.int64, device=device)
+    ops.decode_inputs(
+        packed,
+        last_tokens=by_slot[0],
+        num_prompt_tokens=by_slot[1],
+        block_table=torch.zeros(3, 300, dtype=torch.int32, device=device),
+        output_positions=by_slot[2],
+        block_size=16,
+    )
+    ops.keep_tokens(packed[0], torch.tensor([5, -1, 3], device=device), by_slot[0])
+
+
 CALLS: dict[str, Call] = {
     "attention_plan_sizes": attention,
     "attention_plan": attention,
@@ -174,6 +189,8 @@ CALLS: dict[str, Call] = {
     "rms_norm": rms_norm,
     "rotary_embedding": rotary_embedding,
     "silu_and_mul": silu_and_mul,
+    "decode_inputs": decode_inputs,
+    "keep_tokens": decode_inputs,
 }
 
 

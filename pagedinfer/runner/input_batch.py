@@ -10,6 +10,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from pagedinfer import ops
 from pagedinfer._core import pack_decodes
 from pagedinfer.engine.batch import AdmittedRequest, Batch
 from pagedinfer.runner.upload import upload
@@ -37,14 +38,11 @@ class InputBatch:
     Block tables, prompt lengths and the last tokens live on the device, and a step uploads only what is
     new. A token that is drawn goes from the sampler to the next step's input on the device, unseen by the
     host. Tokens that were known when a request was admitted are kept on the host.
-
-    The device's arrays have a row more than there are slots: what padding reads and writes.
     """
 
     def __init__(
         self, *, max_num_seqs: int, max_model_len: int, block_size: int, device: torch.device
     ) -> None:
-        self._max_num_seqs = max_num_seqs
         self._block_size = block_size
         self._num_columns = -(-max_model_len // block_size)
         self._device = device
@@ -57,7 +55,7 @@ class InputBatch:
         self._new_prompts: dict[int, int] = {}
 
         def by_slot(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
-            return torch.zeros(max_num_seqs + 1, *shape, dtype=dtype, device=device)
+            return torch.zeros(max_num_seqs, *shape, dtype=dtype, device=device)
 
         self._block_table = by_slot(self._num_columns, dtype=torch.int32)
         self._num_prompt_tokens = by_slot()
@@ -152,7 +150,7 @@ class InputBatch:
             max_query_len=int(counts.max()),
             sample_rows=None if sample_slots.shape[0] == num_tokens else sent[8].long(),
             sample_slots=sample_slots,
-            output_positions=self._output_positions[:-1],
+            output_positions=self._output_positions,
         )
 
     def _apply(self, places: Tensor, blocks: Tensor, slots: Tensor, num_prompt_tokens: Tensor) -> None:
@@ -205,26 +203,26 @@ class InputBatch:
         Args:
             packed: int32 [3, N].
         """
-        slots, lengths, new_blocks = packed
-        is_padding = slots < 0
-        rows = slots.masked_fill(is_padding, self._max_num_seqs)
-        positions = (lengths.long() - 1).clamp_min_(0)
-        places = self._places(rows, positions)
-        table = self._block_table.view(-1)
-        table.index_copy_(0, places, torch.where(new_blocks < 0, table.index_select(0, places), new_blocks))
-        output_positions = lengths - self._num_prompt_tokens.index_select(0, rows)
-        self._output_positions.index_copy_(0, rows.long(), output_positions)
+        slots, lengths, _ = packed
+        inputs = ops.decode_inputs(
+            packed,
+            last_tokens=self._last_tokens,
+            num_prompt_tokens=self._num_prompt_tokens,
+            block_table=self._block_table,
+            output_positions=self._output_positions,
+            block_size=self._block_size,
+        )
         return StepInputs(
-            input_ids=self._last_tokens.index_select(0, rows),
-            positions=positions,
-            slot_mapping=self._slot_mapping(places, positions).masked_fill_(is_padding, -1),
-            block_table=self._block_table.index_select(0, rows),
+            input_ids=inputs.input_ids,
+            positions=inputs.positions,
+            slot_mapping=inputs.slot_mapping,
+            block_table=inputs.block_table,
             query_start_loc=self._decode_starts[: slots.shape[0] + 1],
             seq_lens=lengths,
             max_query_len=1,
             sample_rows=None,
             sample_slots=slots,
-            output_positions=self._output_positions[:-1],
+            output_positions=self._output_positions,
         )
 
     # ---- what a step drew ----
@@ -235,8 +233,7 @@ class InputBatch:
         A row that could not be sampled has -1: its request ends, but may be in the next step already, where
         any token will do.
         """
-        rows = slots.masked_fill(slots < 0, self._max_num_seqs).long()
-        self._last_tokens.index_copy_(0, rows, token_ids.clamp_min(0))
+        ops.keep_tokens(slots, token_ids, self._last_tokens)
 
 
 def _int32(numbers: Iterable[int]) -> npt.NDArray[np.int32]:
