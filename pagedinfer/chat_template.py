@@ -42,6 +42,14 @@ class ChatTemplate:
         parameters = inspect.signature(tokenizer.apply_chat_template).parameters.values()
         self._reserved = {"messages", *(p.name for p in parameters if p.kind is not p.VAR_KEYWORD)}
 
+    @property
+    def source(self) -> str:
+        """The Jinja template; where a tokenizer has several by name, the default one."""
+        template: Any = self._template or self._tokenizer.chat_template
+        if isinstance(template, Mapping):
+            template = template.get("default") or next(iter(template.values()))
+        return str(template)
+
     def render(
         self,
         messages: Sequence[Message],

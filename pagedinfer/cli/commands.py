@@ -21,6 +21,7 @@ class Command(NamedTuple):
 
 
 COMMANDS = {
+    "serve": Command("serve", "serve a model over HTTP, with OpenAI's interface"),
     "collect-env": Command("collect_env", "print what a bug report needs: versions, devices, build"),
 }
 """By name, in the order in which the help lists them; modules are of `pagedinfer.cli`."""

@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import time
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from types import TracebackType
 from typing import TYPE_CHECKING
 
@@ -64,7 +64,8 @@ class AsyncEngine:
     ) -> None:
         self.config = config
         self.tokenizer: PreTrainedTokenizerBase | None = None
-        self._handle = EngineHandle(asdict(config), command)
+        self._command = command
+        self._handle: EngineHandle | None = None
         self._observer = observer or EngineObserver()
         self._max_num_queued_requests = max_num_queued_requests
         self._limits: wire.EngineLimits | None = None
@@ -73,6 +74,7 @@ class AsyncEngine:
         self._request_ids: set[str] = set()
         self._reader: asyncio.Task[None] | None = None
         self._started = asyncio.Event()
+        self._is_ready = False
         self._dead: str | None = None  # why it is
         self._closing = False
         self._num_waiting = 0  # as last reported
@@ -85,13 +87,16 @@ class AsyncEngine:
 
         Raises:
             EngineStartError: the engine could not start; its message says why.
-            ValueError: there is no tokenizer that can be loaded.
+            ValueError: there is no such model, or no tokenizer that can be loaded.
+            DownloadError: the model cannot be fetched from the hub.
         """
         configure()
+        config = await asyncio.to_thread(_on_disk, self.config)
+        self._handle = EngineHandle(asdict(config), self._command)
         await self._handle.start()
-        self._reader = asyncio.create_task(self._read())
-        if not self.config.skip_tokenizer_init:
-            folder = self.config.tokenizer or self.config.model
+        self._reader = asyncio.create_task(self._read(self._handle))
+        if not config.skip_tokenizer_init:
+            folder = config.tokenizer or config.model
             self.tokenizer = await asyncio.to_thread(_load_tokenizer, folder)
         await self._started.wait()
         if self._limits is None:
@@ -108,15 +113,22 @@ class AsyncEngine:
             num_cpu_blocks=limits.num_cpu_blocks,
             max_model_len=limits.max_model_len,
         )
+        self._is_ready = True
 
     async def close(self) -> None:
         """Ends the engine's process; requests in flight fail. Harmless when repeated."""
         self._closing = True
-        await self._handle.stop()
-        if self._reader is not None:
-            await self._reader
-        self._handle.close()
+        if self._handle is not None:
+            await self._handle.stop()
+            if self._reader is not None:
+                await self._reader
+            self._handle.close()
         self._die("the engine has been closed")
+
+    def kill(self) -> None:
+        """Ends the engine's process at once, for when this one is about to end too."""
+        if self._handle is not None:
+            self._handle.kill()
 
     async def __aenter__(self) -> AsyncEngine:
         try:
@@ -148,7 +160,7 @@ class AsyncEngine:
     @property
     def is_ready(self) -> bool:
         """Whether requests can be given: it has started, and is alive."""
-        return self._limits is not None and self._dead is None
+        return self._is_ready and self._dead is None
 
     @property
     def is_dead(self) -> bool:
@@ -158,7 +170,7 @@ class AsyncEngine:
     @property
     def pid(self) -> int | None:
         """The engine's process."""
-        return self._handle.pid
+        return None if self._handle is None else self._handle.pid
 
     async def wait_dead(self) -> None:
         """Returns when the engine's process has ended."""
@@ -235,7 +247,7 @@ class AsyncEngine:
             self.tokenizer if params.detokenize else None,
             self._logprob_maker,
         )
-        self._handle.send(
+        self._send(
             wire.AddRequest(
                 number, prompt.token_ids, wire.params_to_wire(params), priority, prompt.cache_salt
             )
@@ -257,13 +269,13 @@ class AsyncEngine:
         limit = self._max_num_queued_requests
         if limit is None:
             return
-        queued = free = 0
+        free = self.limits.max_num_seqs - len(self._streams)
+        queued = max(0, -free)
         if self._num_waiting:  # whoever came after the last report waits behind these
-            queued = self._num_waiting + self._num_added
-        else:
-            free = self.limits.max_num_seqs - len(self._streams)
-            queued, free = max(0, -free), max(0, free)
+            queued, free = max(queued, self._num_waiting + self._num_added), 0
+        free = max(0, free)
         if queued + num_requests - free > limit:
+            self._observer.refused()
             raise QueueFullError(
                 f"{queued} requests are waiting, and max_num_queued_requests is {limit}; try again later"
             )
@@ -273,7 +285,7 @@ class AsyncEngine:
         if self._streams.pop(stream.number, None) is None:
             return
         self._request_ids.discard(stream.request.request_id)
-        self._handle.send(wire.AbortRequests([stream.number]))
+        self._send(wire.AbortRequests([stream.number]))
         stream.abort()
         self._observer.finished(stream)
 
@@ -287,7 +299,7 @@ class AsyncEngine:
 
     def reset_prefix_cache(self) -> None:
         """Forgets the KV of earlier prompts."""
-        self._handle.send(wire.ResetPrefixCache())
+        self._send(wire.ResetPrefixCache())
 
     @property
     def num_unfinished_requests(self) -> int:
@@ -296,8 +308,8 @@ class AsyncEngine:
 
     # ---- what the engine says ----
 
-    async def _read(self) -> None:
-        async for message in self._handle.messages():
+    async def _read(self, handle: EngineHandle) -> None:
+        async for message in handle.messages():
             if isinstance(message, wire.Outputs):
                 self._take_outputs(message)
             elif isinstance(message, wire.RequestsFailed):
@@ -305,10 +317,11 @@ class AsyncEngine:
                     self._fail(number, _error(message))
             elif isinstance(message, wire.Ready):
                 self._limits = message.limits
+                self._observer.started(message.limits)
                 self._started.set()
             else:
                 self._die(message.message)
-        code = self._handle.returncode
+        code = handle.returncode
         self._die(f"the engine's process (pid {self.pid}) has ended unexpectedly, exit code {code}")
 
     def _take_outputs(self, message: wire.Outputs) -> None:
@@ -328,7 +341,7 @@ class AsyncEngine:
                 self._request_ids.discard(stream.request.request_id)
                 self._observer.finished(stream)
             for index in stopped:
-                self._handle.send(wire.StopChoice(delta.number, index))
+                self._send(wire.StopChoice(delta.number, index))
         self._observer.step(message)
 
     def _fail(self, number: int, error: BaseException) -> None:
@@ -345,13 +358,29 @@ class AsyncEngine:
                 logger.error("%s", reason)
         for number in list(self._streams):
             self._fail(number, EngineDeadError(self._dead))
+        self._observer.died()
         self._started.set()
 
     def _check_alive(self) -> None:
         if self._dead is not None:
             raise EngineDeadError(self._dead)
-        if self._limits is None:
+        if not self._is_ready:
             raise RuntimeError("the engine has not started")
+
+    def _send(self, message: wire.ToEngine) -> None:
+        if self._handle is not None:
+            self._handle.send(message)
+
+
+def _on_disk(config: EngineConfig) -> EngineConfig:
+    """The same with folders for names of the hub; what is not there is fetched."""
+    from pagedinfer.models.hub import fetch_model, fetch_tokenizer
+
+    model = fetch_model(config)
+    tokenizer = None
+    if config.tokenizer is not None and not config.skip_tokenizer_init:
+        tokenizer = str(fetch_tokenizer(config, model))
+    return replace(config, model=str(model), tokenizer=tokenizer, hf_token=None)
 
 
 def _load_tokenizer(folder: str) -> PreTrainedTokenizerBase:

@@ -9,6 +9,12 @@ from pagedinfer.server.request_stream import RequestStream
 class EngineObserver:
     """Told of everything, does nothing; subclasses do."""
 
+    def started(self, limits: wire.EngineLimits) -> None:
+        """The engine can be given requests."""
+
+    def refused(self) -> None:
+        """A request found the queue full."""
+
     def added(self, stream: RequestStream) -> None:
         """A request was given to the engine."""
 
@@ -20,3 +26,6 @@ class EngineObserver:
 
     def step(self, outputs: wire.Outputs) -> None:
         """A step is over, or the engine has become idle."""
+
+    def died(self) -> None:
+        """The engine's process has ended, and with it all requests."""

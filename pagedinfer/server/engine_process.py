@@ -6,7 +6,6 @@ it ends, the process that started this one is gone, and so this one goes too, wh
 
 from __future__ import annotations
 
-import gc
 import os
 import shutil
 import signal
@@ -336,8 +335,6 @@ def serve(make_engine: Callable[[dict[str, Any]], Engine]) -> int:
             logger.exception("the engine cannot start")
             socket.send(encode(wire.StartFailed(f"{type(error).__name__}: {error}")))
             return 1
-        gc.collect()
-        gc.freeze()  # what is there now stays: later collections need not look at it
         socket.send(encode(wire.Ready(engine.limits())))
         EngineLoop(engine, socket).run()
         engine.close()

@@ -168,6 +168,7 @@ FromEngine = Ready | StartFailed | Outputs | RequestsFailed
 # ---- sampling parameters ---------------------------------------------------------------------------
 
 _DEFAULTS = SamplingParams()
+_LARGEST = 2**63 - 1  # of MessagePack's integers that everybody reads; no length comes near
 _LEFT_OUT = {"logits_processors", "output_kind"}
 
 
@@ -183,7 +184,7 @@ def params_to_wire(params: SamplingParams) -> dict[str, Any]:
     for field in fields(SamplingParams):
         value = getattr(params, field.name)
         if field.name not in _LEFT_OUT and value != getattr(_DEFAULTS, field.name):
-            wire[field.name] = value
+            wire[field.name] = min(value, _LARGEST) if isinstance(value, int) else value
     return wire
 
 

@@ -88,7 +88,7 @@ class ScriptedEngine:
             reason = "stop"
         elif may_stop and token in (params.stop_token_ids or ()):
             reason, stop_reason = "stop", token
-        elif request.num_tokens >= (params.max_tokens or 10**9):
+        elif request.num_tokens >= min(params.max_tokens or 10**9, self.max_model_len - len(script)):
             reason = "length"
         self.statistics.num_generated_tokens += len(request.unfinished)
         logprobs = None if params.logprobs is None else [{token: Logprob(-0.5, 1, None)}]
@@ -150,10 +150,14 @@ class ScriptedEngine:
     def max_num_seqs(self) -> int:
         return int(self.config["max_num_seqs"] or 256)
 
+    @property
+    def max_model_len(self) -> int:
+        return int(self.config["max_model_len"] or 512)
+
     def limits(self) -> EngineLimits:
         return EngineLimits(
             vocab_size=self.vocab_size,
-            max_model_len=self.config["max_model_len"] or 512,
+            max_model_len=self.max_model_len,
             max_num_seqs=self.max_num_seqs,
             max_num_batched_tokens=2048,
             block_size=16,

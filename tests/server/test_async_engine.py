@@ -344,7 +344,10 @@ def test_the_socket_is_private_and_what_is_no_message_is_ignored(model: str) -> 
 
 
 def test_no_source_unpickles_what_comes_from_outside() -> None:
-    for path in (Path(engine_handle.__file__).parents[1]).rglob("*.py"):
+    package = Path(engine_handle.__file__).parents[1]
+    paths = [path for part in ("server", "engine", "runner") for path in (package / part).rglob("*.py")]
+    assert len(paths) > 20
+    for path in paths:
         text = path.read_text()
         for word in ("pickle.load", "Unpickler", "recv_pyobj", "send_pyobj", "marshal.loads", "shelve"):
             assert word not in text, (path, word)

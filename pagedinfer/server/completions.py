@@ -1,0 +1,173 @@
+"""/v1/completions: prompts in, continuations out."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import msgspec
+from starlette.responses import Response
+from starlette.types import Receive
+
+from pagedinfer.engine.detokenizer import Detokenizer
+from pagedinfer.outputs import CompletionOutput, RequestOutput
+from pagedinfer.sampling_params import RequestOutputKind, SamplingParams
+from pagedinfer.server.answers import AnswerHead, check_output, prompt_logprobs, usage_options
+from pagedinfer.server.api_errors import invalid
+from pagedinfer.server.completion_logprobs import LogprobTexts, join
+from pagedinfer.server.event_stream import EventStream, unless_gone
+from pagedinfer.server.request_models import CompletionBody
+from pagedinfer.server.response_models import Completion, CompletionChoice, CompletionLogprobs
+from pagedinfer.server.service import Service
+from pagedinfer.server.stream_group import StreamGroup
+
+if TYPE_CHECKING:
+    from pagedinfer.engine.input_processor import ProcessedPrompt
+
+
+async def create_completion(service: Service, body: CompletionBody, receive: Receive, name: str) -> Response:
+    """Answers a request; `name` is its id."""
+    service.check_ready()
+    head = AnswerHead(f"cmpl-{name}", service.check_model(body.model), "text_completion")
+    include_usage, usage_on_all = usage_options(body)
+    for refused in ("suffix", "best_of"):
+        if getattr(body, refused) is not None:
+            raise invalid(f"{refused} is not supported", param=refused)
+    prompts = await service.prompts(
+        body.prompt, add_special_tokens=body.add_special_tokens is not False, cache_salt=body.cache_salt
+    )
+    score_only = body.max_tokens == 0 and bool(body.echo)  # a token is drawn and not shown
+    prompt_rated = body.logprobs if body.echo and body.prompt_logprobs is None else body.prompt_logprobs
+    params = service.sampling_params(
+        body.model_copy(update={"max_tokens": 1}) if score_only else body,
+        logprobs=body.logprobs,
+        prompt_logprobs=prompt_rated,
+    )
+    if score_only:
+        params = replace(params, stop=None, min_tokens=0)
+    kind = RequestOutputKind.DELTA if body.stream else RequestOutputKind.FINAL_ONLY
+    group = StreamGroup(service.engine, prompts, params, kind, service.priority(body))
+    makers = [
+        _ChoiceMaker(service, body, params, stream.prompt, p * params.n + i, score_only)
+        for p, stream in enumerate(group.streams)
+        for i in range(params.n)
+    ]
+
+    async def events() -> AsyncGenerator[bytes, None]:
+        async for index, output in group.outputs():
+            check_output(output)
+            for part in output.outputs:
+                choice = makers[index * params.n + part.index].make(output, part)
+                usage = group.usage() if usage_on_all else (None if include_usage else msgspec.UNSET)
+                yield head.chunk(choice, usage)
+        if include_usage:
+            yield head.last_chunk(group.usage())
+
+    with group.aborted_on_error():
+        if body.stream:
+            return await start_stream(receive, events(), name)
+        return await unless_gone(receive, _whole(group, makers, params.n, head))
+
+
+async def start_stream(receive: Receive, events: AsyncGenerator[bytes, None], name: str) -> EventStream:
+    """The response, once there is a first event: what goes wrong before has a status of its own."""
+    first = await unless_gone(receive, _next(events))
+    return EventStream(first, events, {"x-request-id": name})
+
+
+async def _next(events: AsyncGenerator[bytes, None]) -> bytes:
+    return await anext(events)
+
+
+async def _whole(group: StreamGroup, makers: list[_ChoiceMaker], n: int, head: AnswerHead) -> Response:
+    choices: dict[int, CompletionChoice] = {}
+    async for index, output in group.outputs():
+        check_output(output)
+        for part in output.outputs:
+            maker = makers[index * n + part.index]
+            choices[maker.index] = maker.make(output, part)
+    ordered = [choices[maker.index] for maker in makers]
+    return head.response(Completion(head.id, head.created, head.model, ordered, group.usage()))
+
+
+class _ChoiceMaker:
+    """Makes a choice, or its parts one after the other, from the engine's outputs."""
+
+    def __init__(
+        self,
+        service: Service,
+        body: CompletionBody,
+        params: SamplingParams,
+        prompt: ProcessedPrompt,
+        index: int,
+        score_only: bool,
+    ) -> None:
+        self.index = index
+        self._service = service
+        self._params = params
+        self._prompt = prompt
+        self._echo = bool(body.echo)
+        self._score_only = score_only
+        self._wants_prompt_logprobs = body.prompt_logprobs is not None
+        self._wants_ids = bool(body.return_token_ids)
+        self._wants_logprobs = body.logprobs is not None
+        self._texts: LogprobTexts | None = None
+        self._is_first = True
+
+    def make(self, output: RequestOutput, part: CompletionOutput) -> CompletionChoice:
+        finished = part.finish_reason is not None
+        text, token_ids, logprobs = part.text, part.token_ids, None
+        if self._score_only:
+            text, token_ids = "", []
+        if self._wants_logprobs:
+            logprobs = self._logprobs(output, part, finished)
+        prefix = ""
+        if self._is_first and self._echo:
+            prefix = self._echoed()
+        choice = CompletionChoice(
+            index=self.index,
+            text=prefix + text,
+            logprobs=logprobs,
+            finish_reason="length" if self._score_only and finished else part.finish_reason,
+            stop_reason=None if self._score_only else part.stop_reason,
+        )
+        if self._wants_ids:
+            choice.token_ids = token_ids
+            if self._is_first:
+                choice.prompt_token_ids = self._prompt.token_ids
+        if self._wants_prompt_logprobs and output.prompt_logprobs is not None:
+            choice.prompt_logprobs = prompt_logprobs(output)
+        self._is_first = False
+        return choice
+
+    def _echoed(self) -> str:
+        """The prompt as text; what its log-probabilities' pieces join to, if they are given."""
+        text = self._prompt.text
+        if text is not None and not self._wants_logprobs and self._params.truncate_prompt_tokens is None:
+            return text
+        detokenizer = Detokenizer(
+            self._service.tokenizer,
+            skip_special_tokens=self._params.skip_special_tokens,
+            spaces_between_special_tokens=self._params.spaces_between_special_tokens,
+        )
+        return detokenizer.append(self._prompt.token_ids) + detokenizer.finish()
+
+    def _logprobs(self, output: RequestOutput, part: CompletionOutput, finished: bool) -> CompletionLogprobs:
+        found = CompletionLogprobs([], [], [], [])
+        if self._texts is None:
+            offset = 0
+            if self._echo:
+                of_prompt = self._new_texts(0)
+                found = of_prompt.add(self._prompt.token_ids, output.prompt_logprobs or [], last=True)
+                offset = of_prompt.offset
+            self._texts = self._new_texts(offset)
+        if self._score_only:
+            return found
+        hidden = part.finish_reason == "stop" and not isinstance(part.stop_reason, str)
+        hidden = hidden and not self._params.include_stop_str_in_output
+        new = self._texts.add(part.token_ids, part.logprobs or [], last=finished, hide_last=hidden)
+        return join(found, new)
+
+    def _new_texts(self, offset: int) -> LogprobTexts:
+        return LogprobTexts(self._service.tokenizer, self._service.token_bytes, self._params, offset)
