@@ -297,6 +297,12 @@ class AsyncEngine:
                 return True
         return False
 
+    def fail_all(self, reason: str) -> None:
+        """Ends all requests with a RequestFailedError."""
+        self._send(wire.AbortRequests(list(self._streams)))
+        for number in list(self._streams):
+            self._fail(number, RequestFailedError(reason))
+
     def reset_prefix_cache(self) -> None:
         """Forgets the KV of earlier prompts."""
         self._send(wire.ResetPrefixCache())

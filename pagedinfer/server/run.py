@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import os
@@ -114,10 +115,11 @@ def make_server(
             access_log=access_log,
             server_header=False,
             proxy_headers=False,
-            timeout_graceful_shutdown=max(1, round(shutdown_timeout)),
+            timeout_graceful_shutdown=round(shutdown_timeout) + _LAST_ANSWERS_SECONDS,
             root_path=settings.root_path,
         ),
         app.state.service,
+        shutdown_timeout,
     )
     return server
 
@@ -125,15 +127,26 @@ def make_server(
 class Server(uvicorn.Server):
     """uvicorn's server with signals of our own: what ends it does not come back as a signal."""
 
-    def __init__(self, config: uvicorn.Config, service: Service) -> None:
+    def __init__(self, config: uvicorn.Config, service: Service, shutdown_timeout: float) -> None:
         super().__init__(config)
         self.service = service
+        self._shutdown_timeout = shutdown_timeout
         self.signalled = 0
 
     def fail(self) -> None:
         """Ends the server because the engine is dead; clients get their errors first."""
+        self._shutdown_timeout = 0.0
         self.config.timeout_graceful_shutdown = _LAST_ANSWERS_SECONDS
         self.should_exit = True
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Takes no more connections and waits for the requests that run; those that take too long fail."""
+        loop = asyncio.get_running_loop()
+        timer = loop.call_later(
+            self._shutdown_timeout, self.service.engine.fail_all, "the server is being shut down"
+        )
+        await super().shutdown(sockets)
+        timer.cancel()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
