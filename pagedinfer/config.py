@@ -57,6 +57,10 @@ class EngineConfig:
     swap_space: float | None = None  # GiB of CPU memory
     tensor_parallel_size: int = 1  # ranks
     distributed_backend: Literal["auto", "nccl", "gloo"] = "auto"
+    nnodes: int = 1  # machines
+    node_rank: int = 0  # which of them this is
+    master_addr: str = "127.0.0.1"  # of node 0
+    master_port: int = 29500
     enforce_eager: bool = False
     async_scheduling: bool | None = None  # None: with a GPU, unless by priority
     trace: str | None = None  # a file
@@ -87,6 +91,16 @@ class EngineConfig:
         _check_choice("preemption_mode", self.preemption_mode, ("auto", "swap", "recompute"))
         _check_choice("distributed_backend", self.distributed_backend, ("auto", "nccl", "gloo"))
         _check_int("tensor_parallel_size", self.tensor_parallel_size, 1, unit="ranks")
+        _check_int("nnodes", self.nnodes, 1, unit="machines")
+        if self.tensor_parallel_size % self.nnodes:
+            raise ValueError(
+                f"tensor_parallel_size must be a multiple of nnodes, {self.nnodes}, since each has as many "
+                f"ranks as the others; got {self.tensor_parallel_size}"
+            )
+        _check_int("node_rank", self.node_rank, 0, self.nnodes - 1)
+        if not isinstance(self.master_addr, str) or not self.master_addr:
+            raise ValueError(f"master_addr must be the address of node 0, got {self.master_addr!r}")
+        _check_int("master_port", self.master_port, 1, 65535)
         _check_int("seed", self.seed, 0, 2**64 - 1)
         _check_float("gpu_memory_utilization", self.gpu_memory_utilization, 0.0, 1.0, above_low=True)
         for name, high, unit in (
@@ -141,7 +155,12 @@ def _check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
 
 
 def _check_int(name: str, value: Any, low: int, high: int | None = None, *, unit: str = "") -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < low or (high and value > high):
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, int)
+        or value < low
+        or (high is not None and value > high)
+    ):
         where = f"at least {low}" if high is None else f"from {low} to {high}"
         raise ValueError(f"{name} must be an integer {where}{' ' * bool(unit)}{unit}, got {value!r}")
 

@@ -83,6 +83,11 @@ class LLM:
             for `swap_space`, which the ranks of a machine share.
         distributed_backend: what connects the ranks: "nccl" between GPUs, "gloo" through the CPU, with which
             ranks may share a GPU; "auto" takes NCCL on GPUs.
+        nnodes: machines that the ranks are on, as many on each. This one is node 0; on each of the others
+            runs `python -m pagedinfer.distributed.node`, with the same tensor_parallel_size.
+        node_rank: 0 here.
+        master_addr: of this machine, as the other nodes reach it.
+        master_port: where they reach it; free here.
         enforce_eager: on a GPU, launch every step kernel by kernel, instead of replaying CUDA graphs for
             steps of decodes alone. It saves the time and memory of capturing; small batches are slower.
         async_scheduling: schedule and launch a step while the device computes the one before, so that it
@@ -141,6 +146,10 @@ class LLM:
         swap_space: float | None = None,
         tensor_parallel_size: int = 1,
         distributed_backend: Literal["auto", "nccl", "gloo"] = "auto",
+        nnodes: int = 1,
+        node_rank: int = 0,
+        master_addr: str = "127.0.0.1",
+        master_port: int = 29500,
         enforce_eager: bool = False,
         async_scheduling: bool | None = None,
         trace: str | None = None,
@@ -180,6 +189,10 @@ class LLM:
             swap_space=swap_space,
             tensor_parallel_size=tensor_parallel_size,
             distributed_backend=distributed_backend,
+            nnodes=nnodes,
+            node_rank=node_rank,
+            master_addr=master_addr,
+            master_port=master_port,
             enforce_eager=enforce_eager,
             async_scheduling=async_scheduling,
             trace=trace,

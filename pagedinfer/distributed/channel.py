@@ -55,16 +55,19 @@ class Channel:
         with self._lock:
             self._socket.sendall(_HEADER.pack(len(contents), kind) + contents)
 
-    def receive(self) -> Message:
+    def receive(self, most_bytes: int = _MOST_BYTES) -> Message:
         """Waits for a message.
 
         Raises:
             EOFError: the other end is closed.
+            ValueError: what came is no message, or longer than `most_bytes`.
         """
         while True:
             message = self._take()
             if message is not None:
                 return message
+            if len(self._received) > most_bytes:
+                raise ValueError(f"a message must have at most {most_bytes} bytes")
             self._read(0)
 
     def receive_arrived(self) -> Iterator[Message]:

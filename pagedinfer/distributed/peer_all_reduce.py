@@ -1,8 +1,9 @@
 """All-reduce of small tensors over peer memory: each GPU reads the others' and sums.
 
 NCCL sends pieces around; for a few kilobytes, as steps of few tokens have, the time goes into its protocol.
-Here one kernel waits until all ranks have their part in memory that the others can read, sums those parts, and
-waits until all have read. The traffic grows with the number of ranks: this is for small tensors and few ranks.
+Here one kernel waits until all ranks have their part in memory that the others can read, sums those parts,
+and waits until all have read. The traffic grows with the number of ranks: it is for small tensors and few
+ranks.
 
 The kernel is torch's (torch.ops.symm_mem); it uses neither multicast nor multimem instructions.
 """

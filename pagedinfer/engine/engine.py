@@ -43,6 +43,11 @@ class LLMEngine:
 
     def __init__(self, config: EngineConfig) -> None:
         configure()
+        if config.node_rank > 0:
+            raise ValueError(
+                f"the engine runs on node 0, and this is node {config.node_rank}; start `python -m "
+                f"pagedinfer.distributed.node` here"
+            )
         self.config = config
         self.model_config = ModelConfig.from_pretrained(fetch_model(config))
         self.tokenizer = (
