@@ -120,8 +120,9 @@ def test_what_a_rank_raises_while_it_loads_is_raised_here(tmp_path: Path) -> Non
         LLM(str(tmp_path), **OPTIONS, tensor_parallel_size=2)
 
 
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
 def test_a_program_needs_no_guard_and_its_ranks_do_not_outlive_it(
-    tiny_llama: TinyModel, tmp_path: Path
+    how: signal.Signals, tiny_llama: TinyModel, tmp_path: Path
 ) -> None:
     program = tmp_path / "program.py"
     program.write_text(
@@ -137,11 +138,24 @@ def test_a_program_needs_no_guard_and_its_ranks_do_not_outlive_it(
         )
     )
     environment = os.environ | {"PYTHONPATH": os.getcwd(), "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen([sys.executable, program], stdout=subprocess.PIPE, text=True, env=environment)
+    process = subprocess.Popen(
+        [sys.executable, program],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+        start_new_session=True,
+    )
     assert process.stdout is not None
     pids = [int(pid) for pid in process.stdout.readline().split()]
     assert len(pids) == 2
     time.sleep(0.2)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
+    if how == signal.SIGINT:
+        os.killpg(process.pid, how)  # as a terminal does
+    else:
+        process.send_signal(how)
+    _, errors = process.communicate(timeout=20)
     assert all_end(pids, 10.0)
+    if how == signal.SIGINT:
+        assert "KeyboardInterrupt" in errors
+        assert "EngineDeadError" not in errors
