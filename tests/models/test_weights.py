@@ -265,5 +265,5 @@ def test_dummy_weights_are_seeded_and_finite(tmp_path: Path) -> None:
 def test_unknown_load_format(tmp_path: Path) -> None:
     make_llama(tmp_path)
     model = build_model(ModelConfig.from_pretrained(tmp_path), torch.float32, torch.device("meta"))
-    with pytest.raises(ValueError, match="must be one of auto, safetensors, pt, dummy, got 'npcache'"):
+    with pytest.raises(ValueError, match="must be one of auto, safetensors, pt, gguf, dummy, got 'npcache'"):
         load_weights(model, tmp_path, "npcache")
