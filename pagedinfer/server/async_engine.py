@@ -390,7 +390,7 @@ def _on_disk(config: EngineConfig) -> EngineConfig:
 
 
 def _load_tokenizer(folder: str) -> PreTrainedTokenizerBase:
-    from pagedinfer.engine.engine import load_tokenizer
+    from pagedinfer.engine.tokenizer import load_tokenizer
 
     return load_tokenizer(folder)
 
