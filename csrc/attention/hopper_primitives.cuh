@@ -1,10 +1,9 @@
 // The instructions of sm_90a that the wgmma kernel is made of, one function each: barriers in
 // shared memory, boxes of a tensor fetched by the copy engine, and products of a warpgroup.
 //
-// Tiles in shared memory are *panels* of 64 16-bit columns: rows of 128 bytes, 16-byte chunk c of
-// row r at chunk c xor (r mod 8), which is what the copy engine writes and wgmma reads with a
-// swizzle of 128 bytes. A panel begins at a multiple of 1,024 bytes; a tile's panels follow one
-// another.
+// Tiles in shared memory are made of *panels* of 8 rows x 64 16-bit columns, which is what the copy
+// engine writes and wgmma reads with a swizzle of 128 bytes: rows of 128 bytes, 16-byte chunk c of
+// row r at chunk c xor r. See PanelRows.
 #pragma once
 
 #include <cuda.h>
@@ -18,7 +17,9 @@ namespace pagedinfer::attention {
 
 constexpr int kPanelColumns = 64;
 constexpr int kPanelRowBytes = 128;
-constexpr int kPanelAlignment = 1024;
+constexpr int kGroupShift = 3, kGroupRows = 1 << kGroupShift;  // rows of a panel
+constexpr int kPanelBytes = kGroupRows * kPanelRowBytes;
+constexpr int kPanelAlignment = kPanelBytes;
 
 // ---- barriers (mbarrier): a phase completes when `arrivals` have arrived and all bytes are there
 // ----
@@ -37,9 +38,9 @@ __device__ __forceinline__ void arrive(uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
-// The current phase waits for so many more bytes of the copy engine.
-__device__ __forceinline__ void expect_bytes(uint32_t barrier, uint32_t bytes) {
-  asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(bytes)
+// The same, and the phase waits for so many more bytes of the copy engine.
+__device__ __forceinline__ void arrive_expecting(uint32_t barrier, uint32_t bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
                : "memory");
 }
 
@@ -79,11 +80,11 @@ __device__ __forceinline__ void arrive_named(int id, int threads) {
 // The box of `map` at these coordinates, the innermost first, to `to`; zeros for what lies outside
 // of the tensor. Its bytes count at the barrier.
 __device__ __forceinline__ void fetch_box(uint32_t to, const CUtensorMap* map, int c0, int c1,
-                                          int c2, int c3, uint32_t barrier) {
+                                          int c2, int c3, int c4, uint32_t barrier) {
   asm volatile(
-      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
-      "[%0], [%1, {%3, %4, %5, %6}], [%2];" ::"r"(to),
-      "l"(map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
+      "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
+      "[%0], [%1, {%3, %4, %5, %6, %7}], [%2];" ::"r"(to),
+      "l"(map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4)
       : "memory");
 }
 
@@ -127,15 +128,34 @@ __device__ __forceinline__ void pin(float (&registers)[N]) {
   for (int i = 0; i < N; ++i) asm volatile("" : "+f"(registers[i])::"memory");
 }
 
-// Where a product reads a tile. `panel_bytes`, from one panel of 64 columns to the next, matters
-// only for an operand whose rows are the summed dimension. The address may be moved by adding bytes
-// / 16.
-__device__ __forceinline__ uint64_t tile_descriptor(uint32_t address, uint32_t panel_bytes) {
-  constexpr uint64_t kSwizzle128 = uint64_t{1} << 62;
-  constexpr uint64_t kEightRows = 8 * kPanelRowBytes;
-  return kSwizzle128 | (kEightRows >> 4) << 32 | static_cast<uint64_t>(panel_bytes >> 4) << 16 |
-         ((address & 0x3FFFF) >> 4);
-}
+// Rows of HEAD_DIM 16-bit elements in shared memory: groups of 8 rows, one after another, each the
+// panels of these rows from the left. So the rows of a page of the cache, whole groups, lie in one
+// piece, and one box of the copy engine writes them.
+template <int HEAD_DIM>
+struct PanelRows {
+  static_assert(HEAD_DIM % kPanelColumns == 0);
+  static constexpr int kRowBytes = HEAD_DIM * 2;
+  static constexpr int kGroupBytes = kGroupRows * kRowBytes;
+
+  // Of 16-byte chunk `chunk` of a row.
+  static __device__ __forceinline__ uint32_t offset(int row, int chunk) {
+    return row / kGroupRows * kGroupBytes + chunk / 8 * kPanelBytes +
+           row % kGroupRows * kPanelRowBytes + ((chunk ^ row) & 7) * 16;
+  }
+
+  // How a product finds such rows: the distance of groups, and that of panels, which matters where
+  // the rows are the summed dimension.
+  static __device__ __forceinline__ uint64_t descriptor(uint32_t address) {
+    constexpr uint64_t kSwizzle128 = uint64_t{1} << 62;
+    constexpr uint64_t kDistances = uint64_t{kGroupBytes >> 4} << 32 | uint64_t{kPanelBytes >> 4}
+                                                                           << 16;
+    return kSwizzle128 | kDistances | ((address & 0x3FFFF) >> 4);
+  }
+
+  // What to add to a descriptor for the i-th 16 columns, and for the i-th 16 rows.
+  static constexpr __device__ int columns(int i) { return (i / 4 * kPanelBytes + i % 4 * 32) >> 4; }
+  static constexpr __device__ int rows(int i) { return i * 2 * kGroupBytes >> 4; }
+};
 
 // clang-format off
 #define PAGEDINFER_REGISTERS_AT(c, i) \

@@ -32,14 +32,28 @@ struct ScoreScale {
   }
 };
 
+struct KernelParams;
+
+// Where packed row `row` of a tile lies whose first row is of head `first_head` of its group: so
+// many query tokens after the first row's, and at which head. Without a division: exact as long as
+// group * (first_head + row) < 2^31.
+struct RowPlace {
+  int token, head;
+
+  __device__ __forceinline__ RowPlace(const KernelParams& p, int first_head, int row);
+
+  static unsigned reciprocal(int group) { return ((1u << 31) + group - 1) / group; }
+};
+
 struct KernelParams {
   PagedAttentionParams op;
   ScoreScale score;
-  int group;               // query heads that share a KV head
-  unsigned group_inverse;  // see decode_token
-  int slices;              // row_slices(group)
-  int units;               // of a decode sequence: num_kv_heads * slices
-  int block_shift;         // log2(block_size)
+  int group;                  // query heads that share a KV head
+  unsigned group_inverse;     // see decode_token
+  unsigned group_reciprocal;  // see RowPlace
+  int slices;                 // row_slices(group)
+  int units;                  // of a decode sequence: num_kv_heads * slices
+  int block_shift;            // log2(block_size)
   uint32_t block_vectors;  // cache_stride_block in units of 16 bytes, in which 32 bits are enough
   int partial_rows;        // rows of a partial result in the workspace
   int window;              // sliding_window; 0: none
@@ -56,6 +70,12 @@ inline unsigned decode_group_inverse(int group) {
 
 __device__ __forceinline__ int decode_token(const KernelParams& p, int row) {
   return static_cast<int>(row * p.group_inverse >> 16);
+}
+
+__device__ __forceinline__ RowPlace::RowPlace(const KernelParams& p, int first_head, int row) {
+  const int from = first_head + row;
+  token = static_cast<int>(static_cast<uint64_t>(from) * p.group_reciprocal >> 31);
+  head = from - token * p.group;
 }
 
 // The arrays of the plan (see work_partition.h).

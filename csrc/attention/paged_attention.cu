@@ -30,6 +30,7 @@ cudaError_t launch_paged_attention(const PagedAttentionParams& params, cudaStrea
       .score = ScoreScale(params.scale, params.logit_cap),
       .group = group,
       .group_inverse = decode_group_inverse(group),
+      .group_reciprocal = RowPlace::reciprocal(group),
       .slices = row_slices(group),
       .units = static_cast<int>(params.num_kv_heads) * row_slices(group),
       .block_shift = std::countr_zero(static_cast<uint64_t>(params.block_size)),

@@ -9,6 +9,7 @@ namespace pagedinfer::attention {
 struct TileWork {
   PrefillTile tile;
   int kv_head, rows;             // rows: of the tile that exist
+  int first_token, first_head;   // of its first row: see RowPlace
   int key_begin;                 // keys from here on to the last row's are seen by some row
   int all_see_from, all_see_to;  // keys in between are seen by every row
   int first_tile, num_tiles;     // of keys
@@ -17,8 +18,10 @@ struct TileWork {
                                       int tile_rows, int tile_keys)
       : tile(tile), kv_head(kv_head) {
     rows = smaller(tile_rows, tile.query_len * p.group - tile.first_row);
+    first_token = tile.first_row / p.group;
+    first_head = tile.first_row - first_token * p.group;
     const int before = tile.seq_len - tile.query_len;
-    const int first_position = before + tile.first_row / p.group;
+    const int first_position = before + first_token;
     const int last_position = before + (tile.first_row + rows - 1) / p.group;
     key_begin = p.window > 0 ? larger(0, first_position - p.window + 1) : 0;
     all_see_from = p.window > 0 ? last_position - p.window + 1 : 0;
@@ -37,5 +40,11 @@ struct TileWork {
     return first_key + tile_keys - 1 > all_see_to || first_key < all_see_from;
   }
 };
+
+// Where the output of a query head goes; `token` counts in the batch.
+template <typename T, int HEAD_DIM>
+__device__ __forceinline__ T* output_of(const KernelParams& p, int token, int head) {
+  return static_cast<T*>(p.op.out) + (token * p.op.num_heads + head) * HEAD_DIM;
+}
 
 }  // namespace pagedinfer::attention
