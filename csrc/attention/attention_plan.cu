@@ -149,6 +149,7 @@ __global__ __launch_bounds__(kThreads) void attention_plan_kernel(
   __shared__ Counts warp_sums[kWarps];
   __shared__ int histogram[kBuckets];
   __shared__ int max_cost;
+  __shared__ unsigned long long prefill_cost;
 
   const PlanLayout layout(p.grid, p.num_seqs);
   auto* header = reinterpret_cast<PlanHeader*>(p.plan);
@@ -159,7 +160,7 @@ __global__ __launch_bounds__(kThreads) void attention_plan_kernel(
   int32_t* prefill_begin = p.plan + layout.prefill_begin;
   const int units = p.num_kv_heads * row_slices(p.group);
 
-  if (threadIdx.x == 0) max_cost = 0;
+  if (threadIdx.x == 0) max_cost = 0, prefill_cost = 0;
   for (int i = threadIdx.x; i < kBuckets; i += kThreads) histogram[i] = 0;
   for (int i = threadIdx.x; i < p.grid; i += kThreads) p.plan[layout.counters + i] = 0;
 
@@ -228,11 +229,19 @@ __global__ __launch_bounds__(kThreads) void attention_plan_kernel(
            static_cast<int>(static_cast<int64_t>(cost) * (kBuckets - 1) / larger(1, max_cost));
   };
   int cost;
+  int64_t cost_sum = 0;
   for (int i = threadIdx.x; i < before.prefill_tiles; i += kThreads) {
     prefill_tile(p, prefill_begin, i, &cost);
     atomicAdd(&histogram[bucket_of(cost)], 1);
+    cost_sum += cost * kPrefillKeysCost + kPrefillItemCost;
   }
+  if (cost_sum > 0) atomicAdd(&prefill_cost, cost_sum * p.num_kv_heads);
   __syncthreads();
+  if (threadIdx.x == 0) {
+    header->prefill_blocks = prefill_blocks_beside_decode(
+        p.grid / kDecodeBlocksPerSM, static_cast<int64_t>(prefill_cost),
+        static_cast<int64_t>(before.tiles) * kDecodeTileCost);
+  }
   const int count = threadIdx.x < kBuckets ? histogram[threadIdx.x] : 0;
   Counts unused;
   const int offset = exclusive_sum({count, 0, 0, 0}, warp_sums, &unused).tiles;

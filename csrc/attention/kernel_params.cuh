@@ -59,6 +59,7 @@ struct KernelParams {
   int window;              // sliding_window; 0: none
   int grid;                // blocks of the decode grid
   int stages;              // tiles of the decode kernel's ring in shared memory
+  bool beside_prefill;     // the decode kernel runs beside the prefill kernel before it
 };
 
 // Which of a decode sequence's query tokens packed row `row` is of: row / group, without a

@@ -25,7 +25,7 @@ cudaError_t launch_paged_attention(const PagedAttentionParams& params, cudaStrea
   DeviceLimits limits;
   if (cudaError_t status = device_limits(&limits); status != cudaSuccess) return status;
   const int group = static_cast<int>(params.num_heads / params.num_kv_heads);
-  const KernelParams p{
+  KernelParams p{
       .op = params,
       .score = ScoreScale(params.scale, params.logit_cap),
       .group = group,
@@ -40,12 +40,15 @@ cudaError_t launch_paged_attention(const PagedAttentionParams& params, cudaStrea
       .window = window_of(params.sliding_window),
       .grid = limits.decode_grid(),
       .stages = 0,
+      .beside_prefill = false,
   };
   const bool fp32 = params.dtype == DType::float32;
   if (max_prefill_tiles(params.num_seqs, params.num_tokens, params.max_query_len, group) > 0) {
-    const cudaError_t status = fp32                              ? launch_prefill_fp32(p, stream)
-                               : prefill_wgmma_serves(p, limits) ? launch_prefill_wgmma(p, stream)
-                                                                 : launch_prefill_mma(p, stream);
+    const bool wgmma = prefill_wgmma_serves(p, limits);
+    const cudaError_t status = fp32    ? launch_prefill_fp32(p, stream)
+                               : wgmma ? launch_prefill_wgmma(p, stream)
+                                       : launch_prefill_mma(p, stream);
+    p.beside_prefill = wgmma;
     if (status != cudaSuccess) return status;
   }
   return fp32 ? launch_decode_fp32(p, stream) : launch_decode(p, stream);

@@ -381,7 +381,11 @@ __global__ __launch_bounds__(
   const SequenceRecord& sequence = state.sequence;
 
   const PlanView plan(p);
-  begin_dependent();
+  if (p.beside_prefill) {
+    let_successor_start();
+  } else {
+    begin_dependent();
+  }
   const BlockRecord record = plan.blocks[blockIdx.x];
   if (record.num_tiles > 0) {
     TileLoader<T, HEAD_DIM> loader(p, plan, record);
@@ -486,6 +490,8 @@ __global__ __launch_bounds__(
   if (record.first_padded_row < p.op.num_tokens || record.has_zero_runs) {
     write_zero_rows<T>(p, plan, Traits::kThreads);
   }
+  // One block only, of the last to start: others would keep their places from blocks that have not.
+  if (p.beside_prefill && blockIdx.x == gridDim.x - 1) wait_for_predecessor();
 }
 
 template <typename T, int HEAD_DIM>

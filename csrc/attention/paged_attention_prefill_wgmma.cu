@@ -24,6 +24,9 @@
 // (prefill_wgmma_roles.cuh), and all run on over the ends of items: Q and K of the next item are
 // there, and multiplied, before the output of the last one is written.
 //
+// Beside decode work only the first blocks of the plan's prefill_blocks stay; the decode kernel,
+// which is launched right after, starts on the other multiprocessors.
+//
 // Shared memory: stages of Q, of K and of V; barriers, one pair (full, empty) for each stage; the
 // records of the items at hand.
 //
@@ -39,6 +42,7 @@
 #include "attention/launchers.cuh"
 #include "attention/prefill_wgmma_compute.cuh"
 #include "attention/prefill_wgmma_fetch.cuh"
+#include "common/dependent_launch.cuh"
 
 namespace pagedinfer::attention {
 
@@ -60,6 +64,10 @@ __global__ __launch_bounds__(kThreads, 1) void prefill_wgmma_kernel(
     shared.init_barriers();
   }
   __syncthreads();
+  wait_for_predecessor();
+  let_successor_start();
+  // The multiprocessors of the others are for decode work.
+  if (blockIdx.x >= plan.header->prefill_blocks) return;
 
   const int warp = __shfl_sync(kWarpMask, static_cast<int>(threadIdx.x / 32), 0);
   if (warp < kWarpgroup / 32) {
@@ -93,8 +101,7 @@ cudaError_t launch(const KernelParams& p, cudaStream_t stream) {
   const int64_t items = p.op.num_kv_heads * max_prefill_tiles(p.op.num_seqs, p.op.num_tokens,
                                                               p.op.max_query_len, p.group);
   const auto blocks = static_cast<int>(items < limits.num_sms ? items : limits.num_sms);
-  kernel<<<blocks, kThreads, Traits<HEAD_DIM>::kSharedBytes, stream>>>(p, map);
-  return cudaGetLastError();
+  return launch_dependent(kernel, blocks, kThreads, Traits<HEAD_DIM>::kSharedBytes, stream, p, map);
 }
 
 }  // namespace

@@ -113,7 +113,7 @@ struct ItemWalk {
 
   __device__ __forceinline__ ItemWalk(const KernelParams& p, const PlanView& plan)
       : total(plan.header->num_prefill_tiles * static_cast<int>(p.op.num_kv_heads)),
-        blocks(gridDim.x) {}
+        blocks(smaller(gridDim.x, plan.header->prefill_blocks)) {}
 
   // -1: there is none left.
   __device__ __forceinline__ int next() {

@@ -54,12 +54,31 @@ constexpr int kDecodeBlocksPerSM = 2;
 
 constexpr int kPrefillTileRows = 128;  // packed rows of a prefill tile
 
+// What takes a multiprocessor how long, in units of 0.18 us at a head_dim of 128 on an H200: a
+// prefill tile's products with kTileTokens keys, and its begin and end; a tile of a decode unit,
+// where so few multiprocessors decode that the memory's rate is not their limit.
+constexpr int kPrefillKeysCost = 5, kPrefillItemCost = 8, kDecodeTileCost = 4;
+// Of 100 multiprocessors: with more than these decode is at the memory's rate.
+constexpr int kDecodeShare = 70;
+
 PAGEDINFER_HOST_DEVICE int ceil_div(int a, int b) { return (a + b - 1) / b; }
 PAGEDINFER_HOST_DEVICE int smaller(int a, int b) { return a < b ? a : b; }
 PAGEDINFER_HOST_DEVICE int larger(int a, int b) { return a > b ? a : b; }
 
 PAGEDINFER_HOST_DEVICE bool is_decode(int query_len, int group) {
   return query_len == 1 || query_len * group <= kDecodeRows;
+}
+
+// Prefill beside decode: how many of `sms` multiprocessors prefill first, one block each, while
+// the others decode; those then help with what is left of the decode work. Prefill is bound by the
+// tensor cores and decode by the memory: each gets multiprocessors in proportion to the time that
+// it takes of them, but decode no more than the memory has use for.
+PAGEDINFER_HOST_DEVICE int prefill_blocks_beside_decode(int sms, int64_t prefill_cost,
+                                                        int64_t decode_cost) {
+  if (decode_cost == 0) return sms;
+  const auto share = static_cast<int>((sms * prefill_cost + prefill_cost + decode_cost - 1) /
+                                      (prefill_cost + decode_cost));
+  return larger(1, smaller(sms, larger(share, sms - sms * kDecodeShare / 100)));
 }
 
 // Slices of kDecodeRows packed rows that a decode sequence has for each KV head: more than one only
@@ -168,7 +187,8 @@ struct alignas(16) PlanHeader {
   int num_prefill_tiles;  // PrefillTiles
   int first_padded_row;   // rows from here on belong to no sequence
   int deterministic;
-  int unused[2];
+  int prefill_blocks;  // see prefill_blocks_beside_decode
+  int unused;
 };
 
 // A decode sequence.

@@ -5,6 +5,11 @@
 // or writes any memory that another kernel may touch; the wait returns when the kernel before has
 // ended and its writes are visible. That kernel had done the same, so all before it have ended too.
 // A kernel after this one that is not launched this way starts when this one has ended.
+//
+// Two kernels may also run side by side. The first waits for its predecessor before it lets the
+// second start. The second, which must need nothing of the first, then reads and writes at once:
+// all before the first have ended. One of its blocks waits for the first before it ends, so that
+// whoever waits for the second has waited for both.
 #pragma once
 
 #include <cuda_runtime.h>

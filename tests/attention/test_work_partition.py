@@ -113,6 +113,19 @@ int main() {
                                       group));
     EXPECT(may_prefill(longest, group) || tiles == 0);
   }
+
+  // Of the multiprocessors some prefill first: all without decode work, more the more there is to
+  // prefill, and always enough that the others are no more than decode has use for.
+  for (int the_case = 0; the_case < 3000; ++the_case) {
+    const int sms = in(1, 200);
+    const int64_t prefill = int64_t{in(1, 1 << 20)} << in(0, 20), decode = in(1, 1 << 30);
+    const int blocks = prefill_blocks_beside_decode(sms, prefill, decode);
+    EXPECT(prefill_blocks_beside_decode(sms, prefill, 0) == sms);
+    EXPECT(blocks >= 1 && blocks <= sms);
+    EXPECT((sms - blocks) * 100 <= sms * kDecodeShare);
+    EXPECT(blocks <= prefill_blocks_beside_decode(sms, prefill + prefill / 2, decode));
+    EXPECT(blocks >= prefill_blocks_beside_decode(sms, prefill, decode + decode / 2));
+  }
   std::puts("ok");
 }
 """
