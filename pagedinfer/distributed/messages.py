@@ -106,6 +106,7 @@ class _Result:
     top: tuple[_Array, _Array, _Array] | None
     prompts: dict[str, tuple[int, tuple[_Array, _Array, _Array, _Array]]]
     swap_timings: list[tuple[int, float]]
+    swaps_in_done: int | None
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -176,7 +177,15 @@ def encode_result(step: int, output: StepOutput, swap_timings: list[tuple[int, f
         top = _pack(output.ranks), _pack(output.top_ids), _pack(output.top_logprobs)
     prompts = {name: (first, _pack_best(best)) for name, (first, best) in output.prompts.items()}
     return _encoder.encode(
-        _Result(step, _pack(output.token_ids), _pack(output.logprobs), top, prompts, swap_timings)
+        _Result(
+            step,
+            _pack(output.token_ids),
+            _pack(output.logprobs),
+            top,
+            prompts,
+            swap_timings,
+            output.swaps_in_done,
+        )
     )
 
 
@@ -188,6 +197,7 @@ def decode_result(contents: bytes) -> tuple[int, StepOutput, list[tuple[int, flo
     """The step, and what `encode_result` was given."""
     result = _decode_result(contents)
     output = StepOutput(_unpack(result.token_ids), _unpack(result.logprobs))
+    output.swaps_in_done = result.swaps_in_done
     if result.top is not None:
         output.ranks, output.top_ids, output.top_logprobs = map(_unpack, result.top)
     output.prompts = {

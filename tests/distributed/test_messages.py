@@ -85,8 +85,10 @@ def test_results(with_logprobs: bool) -> None:
         output.top_logprobs = np.array([[-0.5, -1.0], [-np.inf, -np.inf]], np.float32)
         best = BestTokens(output.logprobs, output.ranks, output.top_ids, output.top_logprobs)
         output.prompts = {"a": (1, best)}
+    output.swaps_in_done = 5 if with_logprobs else None
     step, found, timings = decode_result(encode_result(7, output, [(3, 0.25)]))
     assert (step, timings) == (7, [(3, 0.25)])
+    assert found.swaps_in_done == output.swaps_in_done
     for field in ("token_ids", "logprobs", "ranks", "top_ids", "top_logprobs"):
         np.testing.assert_equal(getattr(found, field), getattr(output, field))
     assert found.prompts.keys() == output.prompts.keys()
