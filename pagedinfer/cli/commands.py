@@ -22,6 +22,8 @@ class Command(NamedTuple):
 
 COMMANDS = {
     "serve": Command("serve", "serve a model over HTTP, with OpenAI's interface"),
+    "explain": Command("explain", "say why a request of a trace waited, was preempted, slow or refused"),
+    "replay": Command("replay", "run a trace's requests again with other parameters, and compare"),
     "collect-env": Command("collect_env", "print what a bug report needs: versions, devices, build"),
 }
 """By name, in the order in which the help lists them; modules are of `pagedinfer.cli`."""

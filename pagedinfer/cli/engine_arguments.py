@@ -38,6 +38,7 @@ _HELP = {
     "swap_space": "GiB of CPU memory to swap to",
     "enforce_eager": "launch steps kernel by kernel, without CUDA graphs",
     "async_scheduling": "plan a step while the one before runs (default: with a GPU)",
+    "trace": "write each step's schedule, and what decided it, into this file; .gz compresses it",
     "max_logprobs": "most log-probabilities that a request may ask for at a position; -1: no limit",
     "logprobs_mode": "of the model's distribution, or of what is drawn from",
     "generation_config": "defaults of sampling: auto: the model's; vllm: none; or a folder",

@@ -281,7 +281,10 @@ class StepPlanner:
             # Whatever gives blocks back may change what the prefix cache has: look again after it.
             if not (fits and self._find_more_room(step, request, num_needed)):
                 self._refused, self._retry_step = refusal, step.batch.step + _RETRY_STEPS
-                peak = 0 if fits else math.ceil(self.admission.last_peak)
+                is_forecast = (
+                    not fits and self.config.admission_policy == "forecast" and num_needed <= self.kv.num_free
+                )
+                peak = math.ceil(self.admission.last_peak) if is_forecast else 0
                 reason: WaitingReason = "blocks" if self.running.has_free_slot else "slots"
                 return self._refuse(request, reason, num_needed, peak)
         self._refused = None
