@@ -74,6 +74,10 @@ STABLE_TORCH_LIBRARY(pagedinfer, m) {
       "Tensor(d!) positions, Tensor(e!) slot_mapping, Tensor(f!) row_blocks) -> ()");
   // Keeps what a step drew, by slot: the next step's input.
   m.def("keep_tokens(Tensor slots, Tensor token_ids, Tensor(a!) last_tokens) -> ()");
+
+  // ---- distributed ----
+  // data = the sum over ranks that can read each other's memory; waits for theirs.
+  m.def("peer_all_reduce(Tensor(a!) data, Tensor memories, int rank, int max_bytes) -> ()");
 }
 
 // One entry serves both devices: it looks at its tensors and takes the CPU or the CUDA kernel.
@@ -92,7 +96,8 @@ STABLE_TORCH_LIBRARY(pagedinfer, m) {
   m.impl("rotary_embedding", TORCH_BOX(&pagedinfer::rotary_embedding));                         \
   m.impl("silu_and_mul", TORCH_BOX(&pagedinfer::silu_and_mul));                                 \
   m.impl("decode_inputs", TORCH_BOX(&pagedinfer::decode_inputs));                               \
-  m.impl("keep_tokens", TORCH_BOX(&pagedinfer::keep_tokens))
+  m.impl("keep_tokens", TORCH_BOX(&pagedinfer::keep_tokens));                                   \
+  m.impl("peer_all_reduce", TORCH_BOX(&pagedinfer::peer_all_reduce))
 
 STABLE_TORCH_LIBRARY_IMPL(pagedinfer, CPU, m) { PAGEDINFER_IMPLEMENT(m); }
 #ifdef PAGEDINFER_WITH_CUDA

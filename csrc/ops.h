@@ -56,4 +56,6 @@ void decode_inputs(const Tensor& packed, const Tensor& last_tokens, const Tensor
                    Tensor input_ids, Tensor positions, Tensor slot_mapping, Tensor row_blocks);
 void keep_tokens(const Tensor& slots, const Tensor& token_ids, Tensor last_tokens);
 
+void peer_all_reduce(Tensor data, const Tensor& memories, int64_t rank, int64_t max_bytes);
+
 }  // namespace pagedinfer

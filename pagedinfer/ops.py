@@ -697,6 +697,36 @@ def keep_tokens(slots: Tensor, token_ids: Tensor, last_tokens: Tensor) -> None:
     _ops.keep_tokens(slots, token_ids, last_tokens)
 
 
+# ---- distributed -----------------------------------------------------------------------------------
+
+MOST_PEERS = 8
+PEER_HEADER_BYTES = 4096
+
+
+def peer_memory_bytes(max_bytes: int) -> int:
+    """Bytes of memory that a rank needs for `peer_all_reduce` of tensors up to `max_bytes`."""
+    return PEER_HEADER_BYTES + 2 * max_bytes
+
+
+def peer_all_reduce(data: Tensor, memories: Tensor, rank: int, max_bytes: int) -> None:
+    """Sums `data` over ranks that can read each other's memory, in place. All ranks must call it.
+
+    It waits for the others, on a GPU in the kernel. The sum is in float32, in the order of the ranks, so all
+    get the same bits. Each rank's calls must be in order: one stream, and graphs that are replayed on it.
+
+    Args:
+        data: dtype, contiguous; its bytes a multiple of 16, at most `max_bytes`, and the same on all ranks.
+        memories: int64 [num_ranks] on the CPU, at most 8: the addresses here of the ranks' memories, each of
+            `peer_memory_bytes(max_bytes)` bytes, zeros before the first call of any rank.
+        rank: this one's place in them.
+        max_bytes: a multiple of 16, the same in all calls.
+
+    Raises:
+        ValueError: shapes, dtypes, devices or sizes that do not fit.
+    """
+    _ops.peer_all_reduce(data, memories, rank, max_bytes)
+
+
 # ---- fakes: what the ops return, for torch.compile and opcheck --------------------------------------
 
 
@@ -715,6 +745,7 @@ def _register_fakes() -> None:
         "silu_and_mul",
         "decode_inputs",
         "keep_tokens",
+        "peer_all_reduce",
     ):
         # These only write into their arguments; shapes are checked when the op runs.
         torch.library.register_fake(f"pagedinfer::{name}", lambda *args, **kwargs: None)

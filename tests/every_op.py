@@ -175,6 +175,15 @@ def decode_inputs(device: torch.device) -> None:
     ops.keep_tokens(packed[0], torch.tensor([5, -1, 3], device=device), by_slot[0])
 
 
+def peer_all_reduce(device: torch.device) -> None:
+    """One rank, which waits for nobody: what several do needs several."""
+    memory = torch.zeros(ops.peer_memory_bytes(1 << 16), dtype=torch.uint8, device=device)
+    memories = torch.tensor([memory.data_ptr()])
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        for size in (8, 4096, 10_000):
+            ops.peer_all_reduce(torch.randn(size, device=device).to(dtype), memories, 0, 1 << 16)
+
+
 CALLS: dict[str, Call] = {
     "attention_plan_sizes": attention,
     "attention_plan": attention,
@@ -191,6 +200,7 @@ CALLS: dict[str, Call] = {
     "silu_and_mul": silu_and_mul,
     "decode_inputs": decode_inputs,
     "keep_tokens": decode_inputs,
+    "peer_all_reduce": peer_all_reduce,
 }
 
 

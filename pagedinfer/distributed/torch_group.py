@@ -48,10 +48,16 @@ class TorchGroup:
         """All ranks or none."""
         peers = None
         try:
-            peers = PeerAllReduce(peer_bytes, device)
+            peers = PeerAllReduce(peer_bytes, self.rank, device, self.tell_all)
         except RuntimeError as error:
-            logger.warning("NCCL sums small tensors, too: %s", str(error).partition("\n")[0])
+            logger.warning("NCCL sums small tensors, too: %s", error)
         return peers if self.least([peers is not None])[0] else None
+
+    def tell_all(self, tensor: Tensor) -> list[Tensor]:
+        """A tensor of the CPU of each rank, by rank."""
+        tensors = [torch.empty_like(tensor) for _ in range(self.size)]
+        distributed.all_gather(tensors, tensor, group=self._host_group)
+        return tensors
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         self.num_collectives += 1
@@ -60,7 +66,8 @@ class TorchGroup:
             distributed.all_reduce(summed)
             return tensor.copy_(summed)
         if self._peers is not None and self._peers.takes(tensor):
-            return self._peers.all_reduce(tensor)
+            self._peers.all_reduce(tensor)
+            return tensor
         distributed.all_reduce(tensor)
         return tensor
 

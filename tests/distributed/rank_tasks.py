@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from pagedinfer.config import EngineConfig
 from pagedinfer.distributed.group import SINGLE_RANK, Group
+from pagedinfer.distributed.peer_all_reduce import PeerAllReduce
+from pagedinfer.distributed.torch_group import TorchGroup
 from pagedinfer.engine.batch import Batch, StepOutput
 from pagedinfer.models.model_config import ModelConfig
 from pagedinfer.runner.worker import Worker
@@ -58,3 +61,21 @@ def execute(group: Group, *, batch: Batch) -> StepOutput:
 
 def close_worker(group: Group) -> None:
     _workers.pop().close()
+
+
+# ---- sums over peer memory ----
+
+
+def sum_over_peers(group: TorchGroup, *, inputs: list[list[Tensor]], max_bytes: int) -> list[Tensor]:
+    """This rank's tensor of each call, on GPU 0, summed with those of the others."""
+    device = torch.device("cuda", 0)
+    peers = PeerAllReduce(max_bytes, group.rank, device, group.tell_all)
+    found = []
+    for of_ranks in inputs:
+        data = of_ranks[group.rank].to(device)
+        assert peers.takes(data)
+        peers.all_reduce(data)
+        found.append(data.cpu())
+    group.least([0])  # nobody reads any more
+    peers.close()
+    return found

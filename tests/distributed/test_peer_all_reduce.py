@@ -1,0 +1,111 @@
+"""Sums over peer memory: ranks are threads on the CPU, streams of one GPU, or processes that share one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from torch import Tensor
+
+from pagedinfer import ops
+from tests.distributed.rank_pool import RankPool
+from tests.distributed.rank_tasks import sum_over_peers
+
+MAX_BYTES = 1 << 20
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def random_inputs(call: int, num_ranks: int) -> list[Tensor]:
+    """Of a random size and dtype, the same for all ranks."""
+    generator = torch.Generator().manual_seed(call)
+    dtype = DTYPES[call % 3]
+    most = MAX_BYTES // 16 if call % 4 else 40  # vectors of 16 bytes
+    count = int(torch.randint(1, most + 1, (1,), generator=generator)) * 16 // dtype.itemsize
+    return [torch.randn(count, generator=generator).to(dtype) for _ in range(num_ranks)]
+
+
+def sum_in_order(inputs: list[Tensor]) -> Tensor:
+    total = torch.zeros(inputs[0].shape)
+    for each in inputs:
+        total = total + each.float()
+    return total.to(inputs[0].dtype)
+
+
+class Ranks:
+    """Memory of several ranks in this process."""
+
+    def __init__(self, num_ranks: int, device: torch.device) -> None:
+        size = ops.peer_memory_bytes(MAX_BYTES)
+        self.memory = [torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(num_ranks)]
+        self.addresses = torch.tensor([each.data_ptr() for each in self.memory])
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 8])
+def test_threads(num_ranks: int) -> None:
+    ranks = Ranks(num_ranks, torch.device("cpu"))
+    inputs = [random_inputs(call, num_ranks) for call in range(24)]
+
+    def run(rank: int) -> list[Tensor]:
+        data = [each[rank].clone() for each in inputs]
+        for each in data:
+            ops.peer_all_reduce(each, ranks.addresses, rank, MAX_BYTES)
+        return data
+
+    with ThreadPoolExecutor(num_ranks) as pool:
+        results = list(pool.map(run, range(num_ranks)))
+    for call, each in enumerate(inputs):
+        for rank in range(num_ranks):
+            assert torch.equal(results[rank][call], sum_in_order(each))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_ranks", [1, 2])  # more might not all find room at once, and wait for ever
+def test_streams(num_ranks: int) -> None:
+    device = torch.device("cuda")
+    ranks = Ranks(num_ranks, device)
+    inputs = [random_inputs(call, num_ranks) for call in range(60)]
+    data = [[each.to(device) for each in of_ranks] for of_ranks in inputs]
+    streams = [torch.cuda.Stream() for _ in range(num_ranks)]
+    torch.cuda.synchronize()
+    for each in data:
+        for rank, stream in enumerate(streams):
+            with torch.cuda.stream(stream):
+                ops.peer_all_reduce(each[rank], ranks.addresses, rank, MAX_BYTES)
+    torch.cuda.synchronize()
+    for each, of_ranks in zip(data, inputs, strict=True):
+        for found in each:
+            assert torch.equal(found.cpu(), sum_in_order(of_ranks))
+
+
+@pytest.mark.gpu
+def test_processes(rank_pool: Callable[..., RankPool]) -> None:
+    """Two processes map each other's memory. On one GPU they take turns, which is slow, but right."""
+    inputs = [random_inputs(call, 2) for call in range(12)]
+    for results in rank_pool(2).run(sum_over_peers, inputs=inputs, max_bytes=MAX_BYTES):
+        for found, of_ranks in zip(results, inputs, strict=True):
+            assert torch.equal(found, sum_in_order(of_ranks))
+
+
+def test_bad_arguments() -> None:
+    ranks = Ranks(2, torch.device("cpu"))
+
+    def call(data: Tensor, rank: int = 0, max_bytes: int = MAX_BYTES, memories: Tensor | None = None) -> None:
+        ops.peer_all_reduce(data, ranks.addresses if memories is None else memories, rank, max_bytes)
+
+    good = torch.zeros(4)
+    with pytest.raises(ValueError, match="data has 12 bytes; expected a multiple of 16"):
+        call(torch.zeros(3))
+    with pytest.raises(ValueError, match="data has 1048592 bytes; expected .*, at most 1048576"):
+        call(torch.zeros(MAX_BYTES // 4 + 4))
+    with pytest.raises(ValueError, match="rank is 2; expected 0 to 1"):
+        call(good, rank=2)
+    with pytest.raises(ValueError, match="max_bytes is 24; expected a multiple of 16"):
+        call(good, max_bytes=24)
+    with pytest.raises(ValueError, match="memories has 9 addresses; expected 1 to 8"):
+        call(good, memories=torch.zeros(9, dtype=torch.int64))
+    with pytest.raises(ValueError, match="data"):
+        call(torch.zeros(4, dtype=torch.int64))
+    with pytest.raises(ValueError, match="data"):
+        call(torch.zeros(4, 8).t())
