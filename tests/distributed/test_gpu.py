@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from pagedinfer import LLM, RequestOutput, SamplingParams
+from pagedinfer.distributed.rank_process import PEER_BYTES_VARIABLE
 from pagedinfer.engine.scheduler import Scheduler
 from tests.conftest import TinyModel
 from tests.distributed.processes import rank_pids
@@ -62,8 +63,15 @@ def test_two_ranks_share_a_gpu_through_gloo(tiny_llama: TinyModel) -> None:
 
 
 @two_gpus
-@pytest.mark.parametrize("changes", [{}, {"enforce_eager": True}, SMALL], ids=["graphs", "eager", "swap"])
-def test_two_gpus(changes: dict[str, Any], tiny_llama: TinyModel) -> None:
+@pytest.mark.parametrize(
+    ("changes", "peer_bytes"),
+    [({}, 0), ({}, 2**20), ({"enforce_eager": True}, 0), (SMALL, 2**20)],
+    ids=["graphs", "graphs, peer memory", "eager", "swap, peer memory"],
+)
+def test_two_gpus(
+    changes: dict[str, Any], peer_bytes: int, tiny_llama: TinyModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(PEER_BYTES_VARIABLE, str(peer_bytes))
     assert generate(tiny_llama.path, tensor_parallel_size=2, **changes) == generate(tiny_llama.path)
 
 

@@ -97,7 +97,7 @@ def test_bad_arguments() -> None:
     good = torch.zeros(4)
     with pytest.raises(ValueError, match="data has 12 bytes; expected a multiple of 16"):
         call(torch.zeros(3))
-    with pytest.raises(ValueError, match="data has 1048592 bytes; expected .*, at most 1048576"):
+    with pytest.raises(ValueError, match=r"data has 1048592 bytes; expected .*, at most 1048576"):
         call(torch.zeros(MAX_BYTES // 4 + 4))
     with pytest.raises(ValueError, match="rank is 2; expected 0 to 1"):
         call(good, rank=2)
