@@ -37,7 +37,7 @@ __device__ __forceinline__ PeerHeader* header_of(char* memory) {
 }
 
 template <typename T, int kRanks>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, 1)
     peer_all_reduce_kernel(const __grid_constant__ PeerAllReduceParams p) {
   constexpr int kVec = kPeerVectorBytes / sizeof(T);
   using V = Vector<T, kVec>;

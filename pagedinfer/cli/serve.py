@@ -86,6 +86,10 @@ def run(arguments: argparse.Namespace) -> int:
     except ValueError as error:
         print(f"pagedinfer serve: error: {error}", file=sys.stderr)
         return 2
+    if config.node_rank > 0:
+        from pagedinfer.distributed.nodes import run_node
+
+        return run_node(config)
     try:
         from pagedinfer.server.run import run_server
         from pagedinfer.server.settings import ServerSettings

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from pagedinfer import LLM, EngineDeadError, EngineStartError, SamplingParams
+from pagedinfer.cli.main import main as serve
 from pagedinfer.config import EngineConfig
 from pagedinfer.distributed.channel import Channel, Kind
 from pagedinfer.distributed.messages import Hello, encode
@@ -83,6 +84,14 @@ def test_sizes_and_places_that_do_not_fit(tiny_llama: TinyModel, capsys: pytest.
         LLM(tiny_llama.path, **OPTIONS, tensor_parallel_size=2, nnodes=2, node_rank=1)
     assert main(["-tp", "2", "--nnodes", "2", "--node-rank", "0", "--master-addr", "127.0.0.1"]) == 2
     assert "node 0 is the one that makes the LLM" in capsys.readouterr().err
+
+
+def test_serve_on_another_node_lends_its_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    lent: list[EngineConfig] = []
+    monkeypatch.setattr("pagedinfer.distributed.nodes.run_node", lambda config: lent.append(config) or 0)
+    command = ["serve", "m", "-tp", "4", "--nnodes", "2", "--node-rank", "1", "--master-addr", "10.0.0.1"]
+    assert serve(command) == 0
+    assert (lent[0].tensor_parallel_size, lent[0].node_rank, lent[0].master_addr) == (4, 1, "10.0.0.1")
 
 
 def listen() -> tuple[NodeListener, int]:
