@@ -77,6 +77,9 @@ class NoWorker:
         self._count = len(batch.requests)
         return self
 
+    def wait(self) -> None:
+        pass
+
     def result(self) -> StepOutput:
         return StepOutput(np.zeros(self._count, np.int64), np.zeros(self._count, np.float32))
 

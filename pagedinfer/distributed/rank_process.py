@@ -31,9 +31,10 @@ from pagedinfer.distributed.messages import (
 )
 from pagedinfer.distributed.rank_monitor import RankMonitor
 from pagedinfer.distributed.torch_group import TorchGroup, join
-from pagedinfer.engine.batch import StepHandle
+from pagedinfer.engine.batch import Batch
 from pagedinfer.logging import LEVEL_VARIABLE, configure
 from pagedinfer.models.model_config import ModelConfig
+from pagedinfer.runner.step_result import StepResult
 from pagedinfer.runner.worker import Worker
 
 PEER_BYTES_VARIABLE = "PAGEDINFER_PEER_ALL_REDUCE_BYTES"
@@ -134,31 +135,34 @@ def _execute_all(worker: Worker, data: Channel, monitor: RankMonitor, sender: _R
             raise ValueError(f"a rank that is ready takes {Kind.STEP!r}, got {kind!r}")
         batch = decoder.decode(contents)
         monitor.begin_step(batch.step)
-        handle = worker.execute(batch)
         if sender is not None:
-            sender.send(batch.step, handle)
+            sender.execute(batch)
         else:
+            worker.execute(batch)
             worker.take_swap_timings()
         monitor.end_step()
 
 
 class _ResultSender:
-    """Sends what steps drew, on a GPU from a thread that waits for it, so that the next step can begin."""
+    """Executes steps and sends what they drew: from a GPU by a thread, so that the next step can begin."""
 
     def __init__(self, worker: Worker, data: Channel, control: Channel) -> None:
         self._worker = worker
         self._data = data
         self._control = control
-        self._steps: queue.SimpleQueue[tuple[int, StepHandle]] = queue.SimpleQueue()
+        self._steps: queue.SimpleQueue[tuple[int, StepResult]] = queue.SimpleQueue()
+        self._lock = threading.Lock()  # of the worker
         if worker.device.type == "cuda":
             threading.Thread(target=self._run, name="results", daemon=True).start()
 
-    def send(self, step: int, handle: StepHandle) -> None:
-        """The results of steps go out in the order of these calls."""
+    def execute(self, batch: Batch) -> None:
+        """Starts a step. Results go out in the order of these calls."""
+        with self._lock:
+            step = batch.step, self._worker.execute(batch)
         if self._worker.device.type == "cuda":
-            self._steps.put((step, handle))
+            self._steps.put(step)
         else:
-            self._send(step, handle)
+            self._send(*step)
 
     def _run(self) -> None:
         try:
@@ -167,9 +171,11 @@ class _ResultSender:
         except BaseException as error:
             _end(self._control, error)
 
-    def _send(self, step: int, handle: StepHandle) -> None:
-        output = handle.result()
-        self._data.send(Kind.RESULT, encode_result(step, output, self._worker.take_swap_timings()))
+    def _send(self, number: int, step: StepResult) -> None:
+        step.wait()
+        with self._lock:
+            output, timings = step.result(), self._worker.take_swap_timings()
+        self._data.send(Kind.RESULT, encode_result(number, output, timings))
 
 
 if __name__ == "__main__":

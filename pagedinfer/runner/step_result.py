@@ -60,10 +60,14 @@ class StepResult:
         else:
             self._packed = drawn.packed.clone()  # the step's memory may be the next step's
 
-    def result(self) -> StepOutput:
-        """Waits for the step's end."""
+    def wait(self) -> None:
+        """Waits for the step's end. Unlike `result`, it may run beside the launch of another step."""
         if self._ready is not None:
             self._ready.synchronize()
+
+    def result(self) -> StepOutput:
+        """Waits for the step's end."""
+        self.wait()
         split = 8 * self._num_padded_rows
         packed = self._packed.numpy()
         output = StepOutput(

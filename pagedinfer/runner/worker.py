@@ -13,7 +13,7 @@ import torch
 from pagedinfer.config import EngineConfig
 from pagedinfer.distributed.group import SINGLE_RANK, Group
 from pagedinfer.distributed.sharding import shard_heads
-from pagedinfer.engine.batch import Batch, StepHandle
+from pagedinfer.engine.batch import Batch
 from pagedinfer.errors import OutOfMemoryError
 from pagedinfer.logging import get_logger
 from pagedinfer.models.causal_lm import CausalLM
@@ -26,6 +26,7 @@ from pagedinfer.runner.kv_cache import KVCache, KVCacheShape
 from pagedinfer.runner.memory import GIB, MIB, KVCacheSize, Memory, cpu_memory, describe_bytes, size_kv_cache
 from pagedinfer.runner.model_runner import ModelRunner
 from pagedinfer.runner.profile import GpuMemoryMeter, largest_batch, margin
+from pagedinfer.runner.step_result import StepResult
 
 logger = get_logger(__name__)
 
@@ -105,7 +106,7 @@ class Worker:
         """Bytes of a block of the KV cache, or of a rank's part of it."""
         return self._shape.block_bytes
 
-    def execute(self, batch: Batch) -> StepHandle:
+    def execute(self, batch: Batch) -> StepResult:
         """Starts a step; see `ModelRunner.execute`."""
         return self._runner.execute(batch)
 
