@@ -78,6 +78,10 @@ STABLE_TORCH_LIBRARY(pagedinfer, m) {
   // ---- distributed ----
   // data = the sum over ranks that can read each other's memory; waits for theirs.
   m.def("peer_all_reduce(Tensor(a!) data, Tensor memories, int rank, int max_bytes) -> ()");
+  // peer_all_reduce and rms_norm with a residual in one pass, in place.
+  m.def(
+      "peer_all_reduce_norm(Tensor(a!) data, Tensor(b!) residual, Tensor weight, float epsilon, "
+      "Tensor memories, int rank, int max_bytes) -> ()");
 }
 
 // One entry serves both devices: it looks at its tensors and takes the CPU or the CUDA kernel.
@@ -97,7 +101,8 @@ STABLE_TORCH_LIBRARY(pagedinfer, m) {
   m.impl("silu_and_mul", TORCH_BOX(&pagedinfer::silu_and_mul));                                 \
   m.impl("decode_inputs", TORCH_BOX(&pagedinfer::decode_inputs));                               \
   m.impl("keep_tokens", TORCH_BOX(&pagedinfer::keep_tokens));                                   \
-  m.impl("peer_all_reduce", TORCH_BOX(&pagedinfer::peer_all_reduce))
+  m.impl("peer_all_reduce", TORCH_BOX(&pagedinfer::peer_all_reduce));                           \
+  m.impl("peer_all_reduce_norm", TORCH_BOX(&pagedinfer::peer_all_reduce_norm))
 
 STABLE_TORCH_LIBRARY_IMPL(pagedinfer, CPU, m) { PAGEDINFER_IMPLEMENT(m); }
 #ifdef PAGEDINFER_WITH_CUDA

@@ -57,5 +57,7 @@ void decode_inputs(const Tensor& packed, const Tensor& last_tokens, const Tensor
 void keep_tokens(const Tensor& slots, const Tensor& token_ids, Tensor last_tokens);
 
 void peer_all_reduce(Tensor data, const Tensor& memories, int64_t rank, int64_t max_bytes);
+void peer_all_reduce_norm(Tensor data, Tensor residual, const Tensor& weight, double epsilon,
+                          const Tensor& memories, int64_t rank, int64_t max_bytes);
 
 }  // namespace pagedinfer

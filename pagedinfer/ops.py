@@ -699,7 +699,7 @@ def keep_tokens(slots: Tensor, token_ids: Tensor, last_tokens: Tensor) -> None:
 
 # ---- distributed -----------------------------------------------------------------------------------
 
-MOST_PEERS = 8
+NUMBERS_OF_PEERS = (1, 2, 4, 8)
 PEER_HEADER_BYTES = 4096
 
 
@@ -716,8 +716,8 @@ def peer_all_reduce(data: Tensor, memories: Tensor, rank: int, max_bytes: int) -
 
     Args:
         data: dtype, contiguous; its bytes a multiple of 16, at most `max_bytes`, and the same on all ranks.
-        memories: int64 [num_ranks] on the CPU, at most 8: the addresses here of the ranks' memories, each of
-            `peer_memory_bytes(max_bytes)` bytes, zeros before the first call of any rank.
+        memories: int64 [num_ranks] on the CPU, 1, 2, 4 or 8: the addresses here of the ranks' memories, each
+            of `peer_memory_bytes(max_bytes)` bytes, zeros before the first call of any rank.
         rank: this one's place in them.
         max_bytes: a multiple of 16, the same in all calls.
 
@@ -725,6 +725,30 @@ def peer_all_reduce(data: Tensor, memories: Tensor, rank: int, max_bytes: int) -
         ValueError: shapes, dtypes, devices or sizes that do not fit.
     """
     _ops.peer_all_reduce(data, memories, rank, max_bytes)
+
+
+def peer_all_reduce_norm(
+    data: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    epsilon: float,
+    memories: Tensor,
+    rank: int,
+    max_bytes: int,
+) -> None:
+    """`peer_all_reduce` of `data`, and then `rms_norm` of it with a residual, all in place and in one pass.
+
+    Args:
+        data: dtype [num_rows, hidden]; becomes the normalised rows.
+        residual: dtype [num_rows, hidden], contiguous; the sum is added to it.
+        weight: dtype [hidden], contiguous.
+        epsilon: as in `rms_norm`.
+        memories, rank, max_bytes: as in `peer_all_reduce`, of whose calls this is one.
+
+    Raises:
+        ValueError: as `peer_all_reduce`.
+    """
+    _ops.peer_all_reduce_norm(data, residual, weight, epsilon, memories, rank, max_bytes)
 
 
 # ---- fakes: what the ops return, for torch.compile and opcheck --------------------------------------
@@ -746,6 +770,7 @@ def _register_fakes() -> None:
         "decode_inputs",
         "keep_tokens",
         "peer_all_reduce",
+        "peer_all_reduce_norm",
     ):
         # These only write into their arguments; shapes are checked when the op runs.
         torch.library.register_fake(f"pagedinfer::{name}", lambda *args, **kwargs: None)

@@ -182,6 +182,10 @@ def peer_all_reduce(device: torch.device) -> None:
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
         for size in (8, 4096, 10_000):
             ops.peer_all_reduce(torch.randn(size, device=device).to(dtype), memories, 0, 1 << 16)
+        for num_rows, hidden in ((1, 64), (5, 640), (70, 8)):
+            data, residual = torch.randn(2, num_rows, hidden, device=device).to(dtype)
+            weight = torch.ones(hidden, device=device).to(dtype)
+            ops.peer_all_reduce_norm(data, residual, weight, 1e-5, memories, 0, 1 << 16)
 
 
 CALLS: dict[str, Call] = {
@@ -201,6 +205,7 @@ CALLS: dict[str, Call] = {
     "decode_inputs": decode_inputs,
     "keep_tokens": decode_inputs,
     "peer_all_reduce": peer_all_reduce,
+    "peer_all_reduce_norm": peer_all_reduce,
 }
 
 

@@ -5,11 +5,15 @@
 #include <cuda_runtime_api.h>
 
 #include "distributed/peer_all_reduce.h"
+#include "layers/rms_norm.h"
 
 namespace pagedinfer {
 
-// Waits on the device until all ranks have launched theirs.
+// Both wait on the device until all ranks have launched theirs.
 cudaError_t launch_peer_all_reduce(const PeerAllReduceParams& params, cudaStream_t stream);
+// `norm` is of the same data, with a residual; everything lies densely.
+cudaError_t launch_peer_all_reduce_norm(const PeerAllReduceParams& params,
+                                        const RmsNormParams& norm, cudaStream_t stream);
 
 }  // namespace pagedinfer
 

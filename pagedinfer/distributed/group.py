@@ -7,6 +7,8 @@ from typing import Protocol
 
 from torch import Tensor
 
+from pagedinfer import ops
+
 
 class Group(Protocol):
     """Ranks that run the same steps on their parts of one model.
@@ -34,6 +36,9 @@ class Group(Protocol):
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """The sum over all ranks, the same bits on each; may be `tensor` itself, which is overwritten."""
 
+    def all_reduce_norm(self, tensor: Tensor, residual: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+        """`ops.rms_norm` of `all_reduce(tensor)` with a residual, perhaps in one pass."""
+
     def all_gather(self, tensor: Tensor) -> Tensor:
         """[rows, n] of each rank, side by side in their order: [rows, size * n]."""
 
@@ -51,6 +56,9 @@ class SingleRank:
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         return tensor
+
+    def all_reduce_norm(self, tensor: Tensor, residual: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+        return ops.rms_norm(tensor, weight, epsilon, residual)
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         return tensor

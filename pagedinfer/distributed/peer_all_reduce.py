@@ -55,6 +55,12 @@ class PeerAllReduce:
         """Makes a tensor the sum over all ranks, in place."""
         ops.peer_all_reduce(tensor, self._addresses, self._rank, self._max_bytes)
 
+    def all_reduce_norm(self, tensor: Tensor, residual: Tensor, weight: Tensor, epsilon: float) -> None:
+        """The same, and then `ops.rms_norm` with a residual, all in place."""
+        rows, residuals = (each.view(-1, each.shape[-1]) for each in (tensor, residual))
+        place = self._addresses, self._rank, self._max_bytes
+        ops.peer_all_reduce_norm(rows, residuals, weight, epsilon, *place)
+
     def close(self) -> None:
         """Gives the memory back, once all ranks use it no more."""
         self._memory.close()

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, distributed
 from torch.distributed.distributed_c10d import Store
 
+from pagedinfer import ops
 from pagedinfer.distributed.peer_all_reduce import PeerAllReduce
 from pagedinfer.logging import get_logger
 
@@ -41,7 +42,8 @@ class TorchGroup:
         # What the hosts agree on must not wait for a GPU.
         self._host_group = distributed.new_group(backend="gloo") if self.can_be_captured else None
         self._peers: PeerAllReduce | None = None
-        if peer_bytes and self.can_be_captured and num_local_ranks == self.size:
+        on_one_machine = num_local_ranks == self.size in ops.NUMBERS_OF_PEERS
+        if peer_bytes and self.can_be_captured and on_one_machine:
             self._peers = self._connect_peers(peer_bytes, device)
 
     def _connect_peers(self, peer_bytes: int, device: torch.device) -> PeerAllReduce | None:
@@ -69,6 +71,14 @@ class TorchGroup:
             self._peers.all_reduce(tensor)
             return tensor
         distributed.all_reduce(tensor)
+        return tensor
+
+    def all_reduce_norm(self, tensor: Tensor, residual: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+        peers = self._peers
+        if peers is None or not peers.takes(tensor):
+            return ops.rms_norm(self.all_reduce(tensor), weight, epsilon, residual)
+        self.num_collectives += 1
+        peers.all_reduce_norm(tensor, residual, weight, epsilon)
         return tensor
 
     def all_gather(self, tensor: Tensor) -> Tensor:

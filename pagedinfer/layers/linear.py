@@ -83,6 +83,8 @@ class ColumnParallelLinear(Linear):
 class RowParallelLinear(Linear):
     """A linear layer of which this rank has the part for its inputs; `forward` sums over the ranks.
 
+    Unless `placement` defers sums: then it gives this rank's part of them.
+
     `transposed`: as in ColumnParallelLinear.
     """
 
@@ -98,12 +100,14 @@ class RowParallelLinear(Linear):
         super().__init__(inputs.size, out_features, bias=bias, placement=placement)
         self.inputs = inputs
         self.group = placement.group
+        self.defers_sum = placement.defers_sums
         self.transposed = transposed
 
     def forward(self, input: Tensor) -> Tensor:
         """[..., this rank's inputs] -> [..., out_features]"""
         bias = self.bias if self.group.rank == 0 else None  # it must enter the sum once
-        return self.group.all_reduce(functional.linear(input, self.weight, bias))
+        output = functional.linear(input, self.weight, bias)
+        return output if self.defers_sum else self.group.all_reduce(output)
 
     def checkpoint_tensors(self, path: str) -> Iterator[tuple[str, StoredTensor]]:
         """As ColumnParallelLinear's."""

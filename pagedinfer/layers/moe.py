@@ -25,7 +25,7 @@ class Experts(nn.Module):
     the device how many tokens each expert has.
 
     Each rank has its part of every expert's inner size, so that all have the same to do whatever the router
-    picks; `forward` sums over the ranks.
+    picks; `forward` sums over the ranks, unless `placement` defers sums.
     """
 
     def __init__(
@@ -40,6 +40,7 @@ class Experts(nn.Module):
     ) -> None:
         super().__init__()
         self.group = placement.group
+        self.defers_sum = placement.defers_sums
         self.inner = shard_evenly(intermediate_size, placement.group)
         self.gate_up = placement.parameter(num_experts, 2 * self.inner.size, hidden_size)
         self.down = placement.parameter(num_experts, hidden_size, self.inner.size)
@@ -95,7 +96,8 @@ class Experts(nn.Module):
         place = torch.empty_like(order).scatter_(0, order, numbers)
         results = results.index_select(0, place).view(num_tokens, k, -1)
         output = (results * weights[..., None]).sum(1)  # multiplied and summed in float32
-        return self.group.all_reduce(output.to(hidden.dtype))
+        output = output.to(hidden.dtype)
+        return output if self.defers_sum else self.group.all_reduce(output)
 
 
 class MixtureOfExperts(nn.Module):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,12 @@ class Placement:
     dtype: torch.dtype
     device: torch.device
     group: Group = SINGLE_RANK
+    defers_sums: bool = False
+    """Whether layers leave the sum over the ranks of what they give to the norm that follows them."""
+
+    def deferring_sums(self) -> Placement:
+        """The same for layers whose outputs go into a norm with the residual stream, and nowhere else."""
+        return replace(self, defers_sums=True)
 
     def parameter(self, *shape: int) -> nn.Parameter:
         """An uninitialised parameter, for inference only."""

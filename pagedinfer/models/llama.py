@@ -97,6 +97,7 @@ class LlamaDecoderLayer(nn.Module):
     ) -> None:
         super().__init__()
         epsilon = config.options["rms_norm_eps"]
+        placement = placement.deferring_sums()  # of each block, to the norm after it
         self.input_layernorm = RMSNorm(config.hidden_size, epsilon, placement=placement)
         self.self_attn = self.make_attention(config, layer, rotary, placement)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, epsilon, placement=placement)
@@ -125,7 +126,7 @@ class LlamaDecoderLayer(nn.Module):
         kv_cache: Tensor,
         attention: AttentionBatch,
     ) -> tuple[Tensor, Tensor]:
-        """The layer's output, which is still to be added to the residual stream, and that stream."""
+        """The layer's output, still to be summed over ranks and added to the residual stream, and that."""
         if residual is None:
             residual, hidden = hidden, self.input_layernorm(hidden)
         else:
@@ -151,7 +152,9 @@ class LlamaModel(nn.Module):
         self.layers = nn.ModuleList(
             layer_class(config, layer, rotary, placement) for layer in range(config.num_layers)
         )
-        self.norm = RMSNorm(config.hidden_size, config.options["rms_norm_eps"], placement=placement)
+        self.norm = RMSNorm(
+            config.hidden_size, config.options["rms_norm_eps"], placement=placement.deferring_sums()
+        )
 
     def forward(
         self, input_ids: Tensor, positions: Tensor, kv_cache: Tensor, attention: AttentionBatch

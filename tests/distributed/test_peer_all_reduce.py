@@ -42,7 +42,7 @@ class Ranks:
         self.addresses = torch.tensor([each.data_ptr() for each in self.memory])
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("num_ranks", ops.NUMBERS_OF_PEERS)
 def test_threads(num_ranks: int) -> None:
     ranks = Ranks(num_ranks, torch.device("cpu"))
     inputs = [random_inputs(call, num_ranks) for call in range(24)]
@@ -103,9 +103,68 @@ def test_bad_arguments() -> None:
         call(good, rank=2)
     with pytest.raises(ValueError, match="max_bytes is 24; expected a multiple of 16"):
         call(good, max_bytes=24)
-    with pytest.raises(ValueError, match="memories has 9 addresses; expected 1 to 8"):
-        call(good, memories=torch.zeros(9, dtype=torch.int64))
+    with pytest.raises(ValueError, match="memories has 3 addresses; expected 1, 2, 4 or 8"):
+        call(good, memories=torch.zeros(3, dtype=torch.int64))
     with pytest.raises(ValueError, match="data"):
         call(torch.zeros(4, dtype=torch.int64))
     with pytest.raises(ValueError, match="data"):
         call(torch.zeros(4, 8).t())
+
+
+# ---- with the norm ----
+
+EPSILON = 1e-5
+SHAPES = [(1, 4096), (1, 64), (3, 128), (70, 640), (256, 1024), (2, 8192), (5, 20_480)]
+
+
+def norm_inputs(shape: tuple[int, int], dtype: torch.dtype, num_ranks: int) -> tuple[list[Tensor], ...]:
+    """Of each rank its data, and for all the residual and the weight."""
+    generator = torch.Generator().manual_seed(0)
+    data = [torch.randn(shape, generator=generator).to(dtype) for _ in range(num_ranks)]
+    residual = torch.randn(shape, generator=generator).to(dtype)
+    return data, [residual, (1 + 0.1 * torch.randn(shape[1], generator=generator)).to(dtype)]
+
+
+def check_norm(results: list[tuple[Tensor, Tensor]], inputs: tuple[list[Tensor], ...]) -> None:
+    data, (residual, weight) = inputs
+    wanted_residual = residual.clone()
+    wanted = ops.rms_norm(sum_in_order(data), weight, EPSILON, wanted_residual)
+    for found, found_residual in results:
+        assert torch.equal(found_residual, wanted_residual)
+        torch.testing.assert_close(
+            found, wanted, rtol=2e-6 if found.dtype == torch.float32 else 1e-2, atol=1e-6
+        )
+
+
+def run_norm(ranks: Ranks, rank: int, data: Tensor, residual: Tensor, weight: Tensor) -> None:
+    ops.peer_all_reduce_norm(data, residual, weight, EPSILON, ranks.addresses, rank, MAX_BYTES)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_norm_by_threads(dtype: torch.dtype) -> None:
+    ranks = Ranks(2, torch.device("cpu"))
+    for shape in SHAPES:
+        inputs = norm_inputs(shape, dtype, 2)
+        results = [(each.clone(), inputs[1][0].clone()) for each in inputs[0]]
+        with ThreadPoolExecutor(2) as pool:
+            list(pool.map(lambda r, o=results, w=inputs[1][1]: run_norm(ranks, r, *o[r], w), range(2)))
+        check_norm(results, inputs)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_norm_by_streams(num_ranks: int, dtype: torch.dtype) -> None:
+    device = torch.device("cuda")
+    ranks = Ranks(num_ranks, device)
+    streams = [torch.cuda.Stream() for _ in range(num_ranks)]
+    for shape in SHAPES:
+        inputs = norm_inputs(shape, dtype, num_ranks)
+        weight = inputs[1][1].to(device)
+        results = [(each.to(device), inputs[1][0].to(device)) for each in inputs[0]]
+        torch.cuda.synchronize()
+        for rank, stream in enumerate(streams):
+            with torch.cuda.stream(stream):
+                run_norm(ranks, rank, *results[rank], weight)
+        torch.cuda.synchronize()
+        check_norm([(found.cpu(), residual.cpu()) for found, residual in results], inputs)

@@ -1,0 +1,175 @@
+// The sum over GPUs, added to the residual stream and normalised, in one kernel: peer_all_reduce.h
+// and layers/rms_norm.h, with the same roundings as the two ops one after the other.
+//
+// Tensors: data, residual, dtype [num_rows, hidden], dense; weight, dtype [hidden]; memories, of
+// each rank. Grid: kPeerPieces blocks; a block owns a run of whole rows. Shared memory: each warp's
+// sums of squares, of kRows rows. Template parameters: T, the element type; kRanks; kPerThread,
+// vectors of 16 bytes that a thread has of a row.
+//
+// kRows rows are under way at once, for the way to the other GPU and back. Rows too long for that
+// are left to the two kernels.
+#include "common/dependent_launch.cuh"
+#include "distributed/peer_all_reduce_cuda.h"
+#include "distributed/peer_exchange.cuh"
+#include "layers/elements.cuh"
+#include "layers/rms_norm_cuda.h"
+#include "layers/row_math.cuh"
+
+namespace pagedinfer {
+
+namespace {
+
+constexpr int kWarp = 32;
+constexpr int kWarps = 16;
+constexpr int kThreads = kWarp * kWarps;
+constexpr int kMostPerThread = 2;
+
+template <int kRanks, int kPerThread>
+constexpr int kRowsAtOnce = kRanks * kPerThread <= 2 ? 2 : 1;
+
+// sums[r] over the block, for each r.
+template <int kRows>
+__device__ __forceinline__ void sum_over_block(float (&sums)[kRows]) {
+  __shared__ float partial[kRows][kWarps];
+  const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+    for (int offset = kWarp / 2; offset > 0; offset /= 2) {
+      sums[r] += __shfl_xor_sync(0xffffffff, sums[r], offset);
+    }
+  }
+  __syncthreads();  // the sums before these have been read
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+    if (lane == 0) partial[r][warp] = sums[r];
+  }
+  __syncthreads();
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+    sums[r] = partial[r][lane % kWarps];
+    for (int offset = kWarps / 2; offset > 0; offset /= 2) {
+      sums[r] += __shfl_xor_sync(0xffffffff, sums[r], offset);
+    }
+  }
+}
+
+template <typename T, int kRanks, int kPerThread>
+__global__ void __launch_bounds__(kThreads, 1)
+    peer_all_reduce_norm_kernel(const __grid_constant__ PeerAllReduceParams p,
+                                const __grid_constant__ RmsNormParams norm) {
+  constexpr int kVec = kPeerVectorBytes / sizeof(T), kRows = kRowsAtOnce<kRanks, kPerThread>;
+  using V = Vector<T, kVec>;
+  begin_dependent();
+  const int piece = blockIdx.x, thread = threadIdx.x;
+  const uint32_t call = count_call(p, piece);
+  const int num_rows = static_cast<int>(norm.num_rows);
+  const int vectors = static_cast<int>(norm.hidden / kVec);
+  const int per_piece = (num_rows + kPeerPieces - 1) / kPeerPieces;
+  const int begin = min(piece * per_piece, num_rows), end = min(begin + per_piece, num_rows);
+  if (begin == end) return;
+
+  const int64_t buffer = buffer_offset(p, call);
+  const auto buffer_of = [&](int rank) { return reinterpret_cast<V*>(p.memories[rank] + buffer); };
+  V* data = static_cast<V*>(p.data);
+  V* residual = static_cast<V*>(norm.residual);
+  for (int i = begin * vectors + thread; i < end * vectors; i += kThreads) {
+    buffer_of(p.rank)[i] = data[i];
+  }
+  V weights[kPerThread];
+#pragma unroll
+  for (int j = 0; j < kPerThread; ++j) {
+    const int i = thread + j * kThreads;
+    if (i < vectors) weights[j] = static_cast<const V*>(norm.weight)[i];
+  }
+  meet_peers<kRanks>(p, piece, call);
+
+  for (int first = begin; first < end; first += kRows) {
+    V loaded[kRows][kPerThread][kRanks], x[kRows][kPerThread];
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+#pragma unroll
+      for (int j = 0; j < kPerThread; ++j) {
+        const int in_row = thread + j * kThreads, i = (first + r) * vectors + in_row;
+        if (first + r >= end || in_row >= vectors) continue;
+#pragma unroll
+        for (int rank = 0; rank < kRanks; ++rank) loaded[r][j][rank] = buffer_of(rank)[i];
+        x[r][j] = residual[i];
+      }
+    }
+    float sums[kRows] = {};
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+#pragma unroll
+      for (int j = 0; j < kPerThread; ++j) {
+        const int in_row = thread + j * kThreads, i = (first + r) * vectors + in_row;
+        if (first + r >= end || in_row >= vectors) continue;
+#pragma unroll
+        for (int e = 0; e < kVec; ++e) {
+          float total = to_float(loaded[r][j][0].elements[e]);
+#pragma unroll
+          for (int rank = 1; rank < kRanks; ++rank) {
+            total += to_float(loaded[r][j][rank].elements[e]);
+          }
+          x[r][j].elements[e] =
+              rounded<T>(to_float(x[r][j].elements[e]) + rounded_through<T>(total));
+        }
+        residual[i] = x[r][j];
+        sums[r] += sum_of_squares(x[r][j]);
+      }
+    }
+    sum_over_block(sums);
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      const float factor = rsqrtf(sums[r] / static_cast<float>(norm.hidden) + norm.epsilon);
+#pragma unroll
+      for (int j = 0; j < kPerThread; ++j) {
+        const int in_row = thread + j * kThreads, i = (first + r) * vectors + in_row;
+        if (first + r >= end || in_row >= vectors) continue;
+        data[i] = normalised(x[r][j], factor, weights[j]);
+      }
+    }
+  }
+}
+
+template <typename T, int kPerThread>
+cudaError_t launch(const PeerAllReduceParams& p, const RmsNormParams& norm, cudaStream_t stream) {
+  return with_ranks(p.num_ranks, [&]<int kRanks>() {
+    return launch_dependent(peer_all_reduce_norm_kernel<T, kRanks, kPerThread>, kPeerPieces,
+                            kThreads, 0, stream, p, norm);
+  });
+}
+
+template <typename T>
+cudaError_t launch(const PeerAllReduceParams& p, const RmsNormParams& norm, cudaStream_t stream) {
+  const int64_t vectors = norm.hidden * static_cast<int64_t>(sizeof(T)) / kPeerVectorBytes;
+  if (vectors <= kThreads) return launch<T, 1>(p, norm, stream);
+  return launch<T, kMostPerThread>(p, norm, stream);
+}
+
+bool fits(const RmsNormParams& norm) {
+  const int64_t row_bytes = norm.hidden * size_of(norm.dtype);
+  return row_bytes % kPeerVectorBytes == 0 &&
+         row_bytes <= kMostPerThread * kThreads * kPeerVectorBytes &&
+         vector_width({address_of(norm.residual), address_of(norm.weight)}) == kPeerVectorBytes;
+}
+
+}  // namespace
+
+cudaError_t launch_peer_all_reduce_norm(const PeerAllReduceParams& p, const RmsNormParams& norm,
+                                        cudaStream_t stream) {
+  if (!fits(norm)) {
+    const cudaError_t status = launch_peer_all_reduce(p, stream);
+    return status == cudaSuccess ? launch_rms_norm(norm, stream) : status;
+  }
+  switch (p.dtype) {
+    case DType::float32:
+      return launch<float>(p, norm, stream);
+    case DType::float16:
+      return launch<__half>(p, norm, stream);
+    case DType::bfloat16:
+      return launch<__nv_bfloat16>(p, norm, stream);
+  }
+  return cudaErrorInvalidValue;  // not reached: the entry checks dtypes
+}
+
+}  // namespace pagedinfer
