@@ -14,6 +14,7 @@ _EXPORTS = {
     "EngineConfig": "config",
     "SamplingParams": "sampling_params",
     "RequestOutputKind": "sampling_params",
+    "StructuredOutputsParams": "structured_outputs",
     "BeamSearchParams": "beam_search",
     "BeamSearchOutput": "beam_search",
     "BeamSearchSequence": "beam_search",
@@ -64,6 +65,7 @@ if TYPE_CHECKING:
     from pagedinfer.sampling_params import RequestOutputKind as RequestOutputKind
     from pagedinfer.sampling_params import SamplingParams as SamplingParams
     from pagedinfer.server.async_engine import AsyncEngine as AsyncEngine
+    from pagedinfer.structured_outputs import StructuredOutputsParams as StructuredOutputsParams
 
 
 def __getattr__(name: str) -> Any:

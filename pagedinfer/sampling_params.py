@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+from pagedinfer.structured_outputs import StructuredOutputsParams
+
 GREEDY_TEMPERATURE = 1e-5
 """Below this temperature a request is greedy."""
 
@@ -92,6 +94,8 @@ class SamplingParams:
     """Called in order on the row of logits, float32 [vocabulary] on the model's device, before all else; each
     returns the row to go on with. Called as f(output_token_ids, row), or, if it has three parameters, as
     f(prompt_token_ids, output_token_ids, row). What one raises ends the call of `generate`."""
+    structured_outputs: StructuredOutputsParams | None = None
+    """What form the text must have; also a mapping with the fields of StructuredOutputsParams."""
     truncate_prompt_tokens: int | None = None
     """Keep only this many last tokens of the prompt; at least 1. -1: as many as leave room for max_tokens."""
 
@@ -144,6 +148,11 @@ class SamplingParams:
         for processor in processors or ():
             if not callable(processor):
                 raise ValueError(f"logits_processors must be callables, got {processor!r}")
+        structured = self.structured_outputs
+        if isinstance(structured, Mapping):
+            self._set("structured_outputs", StructuredOutputsParams.from_mapping(structured))
+        elif not isinstance(structured, StructuredOutputsParams | None):
+            raise ValueError(f"structured_outputs must be StructuredOutputsParams, got {structured!r:.80}")
         self._check_together()
 
     def _set(self, name: str, value: object) -> None:

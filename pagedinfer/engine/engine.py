@@ -10,6 +10,7 @@ from pagedinfer.engine.batch import Batch
 from pagedinfer.engine.beam_searches import BeamSearches
 from pagedinfer.engine.garbage import FrozenGarbage
 from pagedinfer.engine.generation_defaults import default_sampling_params
+from pagedinfer.engine.grammars import GrammarCompiler
 from pagedinfer.engine.input_processor import (
     InputProcessor,
     ProcessedPrompt,
@@ -61,10 +62,11 @@ class LLMEngine:
         self.default_sampling_params = default_sampling_params(
             config.generation_config, self.model_config.generation
         )
-        make_worker = Worker if config.tensor_parallel_size == 1 else WorkerGroup
-        self.worker: Worker | WorkerGroup = make_worker(
-            config, self.model_config, num_known_tokens=num_known_tokens(self.tokenizer)
+        self.grammars = GrammarCompiler(
+            lambda: self.tokenizer, self.model_config.vocab_size, self.model_config.eos_token_ids
         )
+        """Of structured outputs."""
+        self.worker = self._make_worker()
         self.scheduler = self._make_scheduler(
             SchedulerConfig(
                 max_num_seqs=self.worker.max_num_seqs,
@@ -93,6 +95,13 @@ class LLMEngine:
         self._max_launched = 2 if overlap else 1
         self._num_requests = 0
         self._closed = False
+
+    def _make_worker(self) -> Worker | WorkerGroup:
+        config, model_config = self.config, self.model_config
+        known = num_known_tokens(self.tokenizer)
+        if config.tensor_parallel_size > 1:
+            return WorkerGroup(config, model_config, num_known_tokens=known)
+        return Worker(config, model_config, num_known_tokens=known, grammars=self.grammars)
 
     def _make_scheduler(self, limits: SchedulerConfig) -> Scheduler:
         if self.config.trace is None:
@@ -164,6 +173,8 @@ class LLMEngine:
     def check_params(self, params: SamplingParams) -> None:
         """Raises ValueError if these parameters do not suit the model or its tokenizer."""
         params.check_model(self.model_config.vocab_size, self.config.max_logprobs)
+        if params.structured_outputs is not None:
+            self.grammars.matcher(params.structured_outputs)
         self.input_processor.bad_word_ids(params.bad_words or ())
         if params.logits_processors and self.config.tensor_parallel_size > 1:
             raise ValueError(

@@ -12,6 +12,7 @@ from torch import Tensor
 from pagedinfer import ops
 from pagedinfer.distributed.group import SINGLE_RANK, Group
 from pagedinfer.engine.batch import Batch, ScheduledRequest
+from pagedinfer.engine.grammars import GrammarCompiler
 from pagedinfer.layers.attention import AttentionBatch
 from pagedinfer.models.causal_lm import CausalLM
 from pagedinfer.models.model_config import ModelConfig
@@ -45,8 +46,9 @@ class ModelRunner:
     those with a request that changes its logits or asks for more than tokens, and all if there are no sizes,
     are run as they are.
 
-    `num_known_tokens`: token ids from here on are never drawn; by default all may be. `group`: the ranks that
-    share the model; each draws the same tokens from the same logits, so that none has to be told.
+    `num_known_tokens`: token ids from here on are never drawn; by default all may be. `grammars`: of
+    structured outputs; None: no request may have one. `group`: the ranks that share the model; each draws
+    the same tokens from the same logits, so that none has to be told.
     """
 
     def __init__(
@@ -61,6 +63,7 @@ class ModelRunner:
         decode_sizes: Sequence[int] = (),
         num_known_tokens: int | None = None,
         processed_logprobs: bool = False,
+        grammars: GrammarCompiler | None = None,
         group: Group = SINGLE_RANK,
     ) -> None:
         self._model = model
@@ -82,6 +85,7 @@ class ModelRunner:
             num_known_tokens=num_known_tokens,
             device=device,
             processed_logprobs=processed_logprobs,
+            grammars=grammars,
         )
         self._prompt_rater = PromptRater(num_known_tokens, device)
         self._top_logprobs = TopLogprobs(

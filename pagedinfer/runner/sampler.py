@@ -12,6 +12,7 @@ from torch import Tensor
 
 from pagedinfer import ops
 from pagedinfer.engine.batch import AdmittedRequest, ScheduledRequest
+from pagedinfer.engine.grammars import GrammarCompiler
 from pagedinfer.runner.processed_logits import changed_logits, filtered_logits
 from pagedinfer.runner.slot_changes import SlotChanges
 from pagedinfer.runner.step_result import DrawnTokens
@@ -33,6 +34,7 @@ class Sampler:
         processed_logprobs: rate tokens by the distribution that they are drawn from, not by the model's,
             for requests that ask for log-probabilities.
         device: where.
+        grammars: for requests with structured outputs; None: there are none.
     """
 
     def __init__(
@@ -43,6 +45,7 @@ class Sampler:
         num_known_tokens: int,
         device: torch.device,
         processed_logprobs: bool = False,
+        grammars: GrammarCompiler | None = None,
     ) -> None:
         self._num_known_tokens = num_known_tokens
         self._device = device
@@ -73,7 +76,11 @@ class Sampler:
         }
         self._history = TokenHistory()
         self._changes = SlotChanges(
-            max_num_seqs=max_num_seqs, vocab_size=vocab_size, device=device, history=self._history
+            max_num_seqs=max_num_seqs,
+            vocab_size=vocab_size,
+            device=device,
+            history=self._history,
+            grammars=grammars,
         )
         self._processed_logprobs = processed_logprobs
         self._rated: set[int] = set()  # slots whose log-probabilities are those of what is drawn from
@@ -89,7 +96,8 @@ class Sampler:
         self._seeds[slot] = seed - _INT64 if seed >= _INT64 // 2 else seed  # the same 64 bits, signed
         self._changed = True
         self._changes.set(request)
-        if params.logits_processors or any(len(word) > 1 for word in request.bad_word_ids):
+        looks_back = bool(params.logits_processors) or params.structured_outputs is not None
+        if looks_back or any(len(word) > 1 for word in request.bad_word_ids):
             self._history.begin(request)
         else:
             self._history.forget(slot)

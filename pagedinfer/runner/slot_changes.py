@@ -13,6 +13,8 @@ from torch import Tensor
 
 from pagedinfer import ops
 from pagedinfer.engine.batch import AdmittedRequest, ScheduledRequest
+from pagedinfer.engine.grammars import GrammarCompiler
+from pagedinfer.runner.grammar_masks import GrammarMasks
 from pagedinfer.runner.token_history import TokenHistory
 from pagedinfer.runner.upload import upload
 
@@ -53,12 +55,19 @@ class SlotChanges:
     """
 
     def __init__(
-        self, *, max_num_seqs: int, vocab_size: int, device: torch.device, history: TokenHistory
+        self,
+        *,
+        max_num_seqs: int,
+        vocab_size: int,
+        device: torch.device,
+        history: TokenHistory,
+        grammars: GrammarCompiler | None = None,
     ) -> None:
         self._max_num_seqs = max_num_seqs
         self._vocab_size = vocab_size
         self._device = device
         self._history = history
+        self._masks = GrammarMasks(grammars, vocab_size, history)
         self._kinds = np.zeros(max_num_seqs, np.int32)
         self._penalties = np.zeros((3, max_num_seqs), np.float32)  # repetition, presence, frequency
         self._penalties[0] = 1.0
@@ -73,7 +82,9 @@ class SlotChanges:
         kinds = 0
         if penalties != (1.0, 0.0, 0.0):
             kinds |= ops.LogitsChange.PENALTIES
-        if params.allowed_token_ids is not None:
+        allowed = None if params.allowed_token_ids is None else self._bits(params.allowed_token_ids)
+        self._masks.set(request, allowed)
+        if allowed is not None or slot in self._masks:
             kinds |= ops.LogitsChange.MASK
         biases = _biases_of(request)
         self._biases.pop(slot, None)
@@ -90,14 +101,15 @@ class SlotChanges:
         tensors = self._allocate()
         if kinds & ops.LogitsChange.PENALTIES:
             self._set_counts(tensors, request)
-        if params.allowed_token_ids is not None:
-            self._set_mask(tensors, slot, params.allowed_token_ids)
+        if allowed is not None and slot not in self._masks:
+            self._write(self._allowed(), slot, allowed)
         if biases is not None:
             self._widen(tensors, biases.capacity)
 
     def release(self, slot: int) -> None:
         """The request of a slot has left."""
         self._biases.pop(slot, None)
+        self._masks.release(slot)
         if self._kinds[slot]:
             self._kinds[slot] = 0
             self._changed = True
@@ -122,6 +134,8 @@ class SlotChanges:
                 self._update_biases(tensors, request, biases)
         if not any(map(self.changes, sampled)):
             return None
+        self._update_masks([request.slot for request in sampled if request.slot in self._masks])
+        tensors = self._allocate()
         if self._changed:
             (kinds,) = upload([self._kinds], self._device)
             (penalties,) = upload([self._penalties], self._device)
@@ -199,15 +213,28 @@ class SlotChanges:
         )
         ops.set_token_counts(counts, request.slot, prompt, generated)
 
-    def _set_mask(self, tensors: ops.LogitsChanges, slot: int, allowed_ids: Sequence[int]) -> None:
-        num_words = -(-self._vocab_size // 32)
-        allowed = tensors.allowed
+    def _update_masks(self, slots: list[int]) -> None:
+        """What the grammars of these slots allow for the token that is about to be drawn."""
+        if not slots:
+            return
+        rows = np.stack([self._masks.next(slot) for slot in slots])
+        (uploaded,) = upload([rows], self._device)
+        (where,) = upload([np.array(slots, np.int64)], self._device)
+        self._allowed().index_copy_(0, where, uploaded)
+
+    def _allowed(self) -> Tensor:
+        """The masks of all slots, int32 [slots, ceil(vocabulary / 32)]."""
+        allowed = self._allocate().allowed
         if allowed is None:
-            allowed = torch.zeros((self._max_num_seqs, num_words), dtype=torch.int32, device=self._device)
+            shape = (self._max_num_seqs, -(-self._vocab_size // 32))
+            allowed = torch.zeros(shape, dtype=torch.int32, device=self._device)
             self._replace(allowed=allowed)
-        bits = np.zeros(32 * num_words, np.bool_)
-        bits[list(allowed_ids)] = True
-        self._write(allowed, slot, np.packbits(bits, bitorder="little").view("<i4"))
+        return allowed
+
+    def _bits(self, token_ids: Sequence[int]) -> npt.NDArray[np.int32]:
+        bits = np.zeros(32 * -(-self._vocab_size // 32), np.bool_)
+        bits[list(token_ids)] = True
+        return np.packbits(bits, bitorder="little").view("<i4")
 
 
 def _ends_with(tokens: list[int], end: tuple[int, ...]) -> bool:

@@ -7,16 +7,20 @@ import gc
 import math
 import sys
 import time
+from typing import TYPE_CHECKING
 
 import torch
 
 from pagedinfer.config import EngineConfig
 from pagedinfer.distributed.group import SINGLE_RANK, Group
 from pagedinfer.distributed.sharding import shard_heads
-from pagedinfer.engine.batch import Batch
+from pagedinfer.engine.batch import Batch, StepHandle
+from pagedinfer.engine.grammars import GrammarCompiler
+from pagedinfer.engine.tokenizer import load_tokenizer
 from pagedinfer.errors import OutOfMemoryError
 from pagedinfer.logging import get_logger
 from pagedinfer.models.causal_lm import CausalLM
+from pagedinfer.models.hub import fetch_tokenizer
 from pagedinfer.models.model_config import ModelConfig
 from pagedinfer.models.registry import build_model
 from pagedinfer.models.weights import load_weights
@@ -27,6 +31,9 @@ from pagedinfer.runner.memory import GIB, MIB, KVCacheSize, Memory, cpu_memory, 
 from pagedinfer.runner.model_runner import ModelRunner
 from pagedinfer.runner.profile import GpuMemoryMeter, largest_batch, margin
 from pagedinfer.runner.step_result import StepResult
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 logger = get_logger(__name__)
 
@@ -44,6 +51,7 @@ class Worker:
         config: what the engine is made with.
         model_config: of the model.
         num_known_tokens: token ids from here on are never drawn; by default all of the vocabulary may be.
+        grammars: of structured outputs; by default made from the model's tokenizer when there is one.
         group: the ranks that share the model. Each has a worker of its own, with its part of the model; all
             are made at the same time, have the same limits, and execute the same batches.
 
@@ -60,9 +68,11 @@ class Worker:
         model_config: ModelConfig,
         *,
         num_known_tokens: int | None = None,
+        grammars: GrammarCompiler | None = None,
         group: Group = SINGLE_RANK,
     ) -> None:
         self._group = group
+        self._grammars = grammars or _grammars_of(config, model_config)
         self._num_known_tokens = num_known_tokens
         self.device = resolve_device(config.device)
         self.dtype = resolve_dtype(config.dtype, model_config.dtype, self.device)
@@ -220,6 +230,7 @@ class Worker:
             max_model_len=max_model_len,
             num_known_tokens=self._num_known_tokens,
             processed_logprobs=self._config.logprobs_mode == "processed_logprobs",
+            grammars=self._grammars,
             device=self.device,
             decode_sizes=self._decode_sizes(),
             group=self._group,
@@ -351,6 +362,17 @@ class Worker:
             describe_bytes(budget),
             would_fit,
         )
+
+
+def _grammars_of(config: EngineConfig, model_config: ModelConfig) -> GrammarCompiler:
+    """Grammars whose tokenizer is loaded when one is needed."""
+
+    def tokenizer() -> PreTrainedTokenizerBase | None:
+        if config.skip_tokenizer_init:
+            return None
+        return load_tokenizer(fetch_tokenizer(config, model_config.path))
+
+    return GrammarCompiler(tokenizer, model_config.vocab_size, model_config.eos_token_ids)
 
 
 def _empty_pinned_cache() -> None:

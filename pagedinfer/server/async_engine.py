@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from pagedinfer.config import EngineConfig
+from pagedinfer.engine.grammars import check_grammar
 from pagedinfer.engine.input_processor import InputProcessor, ProcessedPrompt, Prompt, truncate
 from pagedinfer.engine.logprob_maker import LogprobMaker
 from pagedinfer.engine.request import Request
@@ -263,6 +264,8 @@ class AsyncEngine:
         wire.params_to_wire(params)
         params.check_model(self.limits.vocab_size, self.limits.max_logprobs)
         self.input_processor.bad_word_ids(params.bad_words or ())
+        if params.structured_outputs is not None:
+            check_grammar(params.structured_outputs)
 
     def check_queue(self, num_requests: int = 1) -> None:
         """Raises QueueFullError if there is no place for so many more requests."""

@@ -38,7 +38,7 @@ from pagedinfer.server.response_models import (
 )
 from pagedinfer.server.service import Service
 from pagedinfer.server.stream_group import StreamGroup
-from pagedinfer.server.structured import check_free_form
+from pagedinfer.server.structured import response_constraint
 from pagedinfer.server.token_bytes import TokenBytes
 
 
@@ -55,11 +55,12 @@ async def create_chat_completion(service: Service, body: ChatBody, receive: Rece
     if body.modalities not in (None, [], ["text"]):
         raise invalid('modalities must be ["text"]: this model writes text', param="modalities")
     tools = ToolUse(body)
-    check_free_form(body, tools)
+    constraint = response_constraint(body, tools)
     params = service.sampling_params(
         body,
         max_tokens=body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens,
         logprobs=_num_logprobs(body),
+        structured_outputs=constraint,
     )
     priority = service.priority(body)
     template_kwargs = dict(body.chat_template_kwargs or {})
@@ -85,6 +86,7 @@ async def create_chat_completion(service: Service, body: ChatBody, receive: Rece
                 tools.callable,
                 forced=tools.forced,
                 required=tools.required,
+                constrained=constraint is not None,
             ),
         )
         for _ in range(params.n)

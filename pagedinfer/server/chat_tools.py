@@ -87,8 +87,9 @@ def check_tools(tools: list[dict[str, Any]] | None) -> list[dict[str, Any]] | No
 
 
 def parameters_of(tool: Mapping[str, Any]) -> dict[str, Any]:
-    """The schema of a tool's arguments; an object without any, if it has none."""
-    return tool["function"].get("parameters") or {"type": "object", "properties": {}}
+    """The schema of a tool's arguments; an empty object, if it has none."""
+    nothing = {"type": "object", "properties": {}, "additionalProperties": False}
+    return tool["function"].get("parameters") or nothing
 
 
 def _check(index: int, tool: dict[str, Any]) -> dict[str, Any]:

@@ -185,6 +185,8 @@ def params_to_wire(params: SamplingParams) -> dict[str, Any]:
         value = getattr(params, field.name)
         if field.name not in _LEFT_OUT and value != getattr(_DEFAULTS, field.name):
             wire[field.name] = min(value, _LARGEST) if isinstance(value, int) else value
+    if params.structured_outputs is not None:
+        wire["structured_outputs"] = params.structured_outputs.to_dict()
     return wire
 
 

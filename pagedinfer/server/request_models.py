@@ -79,6 +79,9 @@ class SamplingBody(Body):
     )
     allowed_token_ids: TokenIds | None = Field(None, description="only these tokens may be generated")
     bad_words: Words | None = Field(None, description="texts that are never generated")
+    structured_outputs: dict[str, Any] | None = Field(
+        None, description="the form of the text: one of json, regex, choice, grammar and json_object"
+    )
     truncate_prompt_tokens: int | None = Field(
         None, description="keep only so many last tokens of the prompt"
     )
