@@ -22,6 +22,9 @@ class Command(NamedTuple):
 
 COMMANDS = {
     "serve": Command("serve", "serve a model over HTTP, with OpenAI's interface"),
+    "chat": Command("chat", "talk with a model: a server's, or one in this process"),
+    "complete": Command("complete", "continue a text, likewise"),
+    "bench": Command("bench", "measure a server under load"),
     "explain": Command("explain", "say why a request of a trace waited, was preempted, slow or refused"),
     "replay": Command("replay", "run a trace's requests again with other parameters, and compare"),
     "collect-env": Command("collect_env", "print what a bug report needs: versions, devices, build"),

@@ -19,6 +19,7 @@ from pagedinfer.config import EngineConfig
 from pagedinfer.server.api_errors import ApiError, api_error_of, encode_json, validation_error
 from pagedinfer.server.async_engine import AsyncEngine
 from pagedinfer.server.chat import create_chat_completion
+from pagedinfer.server.chat_page import CHAT_PAGE
 from pagedinfer.server.completions import create_completion
 from pagedinfer.server.docs_page import DOCS_PAGE
 from pagedinfer.server.engine_handle import ENGINE_COMMAND
@@ -157,6 +158,10 @@ def _add_routes(app: FastAPI, service: Service) -> None:
     async def docs() -> Response:
         return HTMLResponse(DOCS_PAGE)
 
+    @app.get("/chat", include_in_schema=False)
+    async def chat_page() -> Response:
+        return HTMLResponse(CHAT_PAGE)
+
 
 def _add_error_handlers(app: FastAPI) -> None:
     def respond(request: Request, error: Exception) -> Response:
@@ -189,7 +194,8 @@ def _add_error_handlers(app: FastAPI) -> None:
 
 def _model(service: Service, name: str) -> Model:
     service.check_ready()
-    return Model(name, service.created, service.engine.limits.max_model_len, service.config.model)
+    limits = service.engine.limits
+    return Model(name, service.created, limits.max_model_len, limits.vocab_size, service.config.model)
 
 
 def _json(answer: Any) -> Response:

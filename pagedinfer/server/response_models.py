@@ -200,6 +200,7 @@ class Model(Struct):
     id: str
     created: int
     max_model_len: int
+    vocab_size: int
     root: str
     owned_by: str = "pagedinfer"
     object: Literal["model"] = "model"

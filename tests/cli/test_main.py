@@ -105,21 +105,19 @@ def test_exit_codes(
         assert capsys.readouterr().err == f"pagedinfer: error: {outcome}\n"
 
 
-def test_collect_env_prints_json() -> None:
+def test_collect_env(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As JSON, and without secrets."""
     import json
 
+    monkeypatch.setenv("PAGEDINFER_API_KEY", "very-secret")
+    monkeypatch.setenv("HF_TOKEN", "also-secret")
     result = run("collect-env", "--json")
     assert result.returncode == 0, result.stderr
     found = json.loads(result.stdout)
     assert found["pagedinfer"]["version"] == __version__
     assert found["pagedinfer"]["kernels"] == "load"
     assert found["packages"]["torch"] != "not installed"
-
-
-def test_collect_env_shows_no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PAGEDINFER_API_KEY", "very-secret")
-    monkeypatch.setenv("HF_TOKEN", "also-secret")
-    assert "secret" not in run("collect-env").stdout
+    assert "secret" not in result.stdout
 
 
 def test_completion(capsys: pytest.CaptureFixture[str]) -> None:
