@@ -14,7 +14,7 @@ import torch
 from pagedinfer.config import EngineConfig
 from pagedinfer.distributed.group import SINGLE_RANK, Group
 from pagedinfer.distributed.sharding import shard_heads
-from pagedinfer.engine.batch import Batch, StepHandle
+from pagedinfer.engine.batch import Batch
 from pagedinfer.engine.grammars import GrammarCompiler
 from pagedinfer.engine.tokenizer import load_tokenizer
 from pagedinfer.errors import OutOfMemoryError
