@@ -47,7 +47,7 @@ def write_checkpoint(folder: Path, layers: int) -> int:
     config = SHAPES["llama-3-8b"] | {"num_hidden_layers": layers}
     (folder / "config.json").write_text(json.dumps(config))
     model = build_model(ModelConfig.from_dict(config), torch.bfloat16, torch.device("meta"))
-    shapes = {name: tensor.shape for name, tensor in checkpoint_tensors(model).items()}
+    shapes = {name: torch.Size(stored.shape) for name, stored in checkpoint_tensors(model).items()}
     largest = max(shape.numel() for shape in shapes.values())
     numbers = torch.randn(largest, device="cuda").bfloat16().cpu()
     shards: list[dict[str, Tensor]] = [{}]

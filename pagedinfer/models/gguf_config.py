@@ -14,8 +14,9 @@ if TYPE_CHECKING:
 
 _PART = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
 
-_ARCHITECTURES = {
+GGUF_ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
+    "llama with experts": "MixtralForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "qwen3moe": "Qwen3MoeForCausalLM",
@@ -81,10 +82,11 @@ def gguf_config(path: Path) -> dict[str, Any]:
     reader = read_gguf(gguf_parts(path)[0])
     values = {name: field.contents() for name, field in reader.fields.items() if _is_short(name)}
     architecture = values.get("general.architecture")
-    if architecture not in _ARCHITECTURES:
+    has_experts = bool(values.get(f"{architecture}.expert_count"))
+    if architecture not in GGUF_ARCHITECTURES:
         raise ValueError(
             f"GGUF architecture {architecture!r} of {path.name} is not supported; supported are "
-            f"{', '.join(_ARCHITECTURES)}"
+            f"{', '.join(GGUF_ARCHITECTURES)}"
         )
     own = {
         name.removeprefix(f"{architecture}."): value
@@ -92,9 +94,9 @@ def gguf_config(path: Path) -> dict[str, Any]:
         if name.startswith(f"{architecture}.")
     }
     config: dict[str, Any] = {theirs: own[name] for name, theirs in _KEYS.items() if name in own}
-    config["architectures"] = [_ARCHITECTURES[architecture]]
-    if architecture == "llama" and own.get("expert_count"):
-        config["architectures"] = ["MixtralForCausalLM"]
+    kind = "llama with experts" if architecture == "llama" and has_experts else architecture
+    config["architectures"] = [GGUF_ARCHITECTURES[kind]]
+    if kind == "llama with experts":
         config["num_local_experts"] = own["expert_count"]
     if architecture == "qwen3moe":
         config["norm_topk_prob"] = True  # as all of them have it; the format has no key for it

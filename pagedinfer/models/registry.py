@@ -78,6 +78,10 @@ class Family:
 
     module: str
     """Under pagedinfer.models; its class is named as the architecture."""
+    models: str
+    """Which models people know are of it, for the documentation."""
+    peculiar: str
+    """What sets it apart, likewise."""
     defaults: Options = field(default_factory=dict)
     """What a config.json of this family may leave out."""
     names: Mapping[str, str] = field(default_factory=dict)
@@ -105,6 +109,8 @@ _GEMMA: dict[str, Any] = {
 FAMILIES: Mapping[str, Family] = {
     "GPT2LMHeadModel": Family(
         "gpt2",
+        "GPT-2",
+        "learned positions, transposed weights",
         {
             "activation_function": "gelu_new",
             "layer_norm_epsilon": 1e-5,
@@ -123,6 +129,8 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "Gemma2ForCausalLM": Family(
         "gemma2",
+        "Gemma 2",
+        "soft caps, alternating windows, four norms a layer",
         _GEMMA
         | {
             "attn_logit_softcapping": 50.0,
@@ -137,6 +145,8 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "Gemma3ForCausalLM": Family(
         "gemma3",
+        "Gemma 3, text only",
+        "normalized heads, two rotary embeddings",
         _GEMMA
         | {
             "max_position_embeddings": 131072,
@@ -150,14 +160,23 @@ FAMILIES: Mapping[str, Family] = {
         window=window_by_layer_type,
         stretch_is_counted=True,
     ),
-    "LlamaForCausalLM": Family("llama", _LLAMA),
+    "LlamaForCausalLM": Family(
+        "llama",
+        "Llama 2 and 3, TinyLlama, SmolLM, Yi and others",
+        "grouped-query attention, optional biases",
+        _LLAMA,
+    ),
     "MistralForCausalLM": Family(
         "mistral",
+        "Mistral 7B, Nemo, Small",
+        "sliding window",
         _LLAMA | {"num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096},
         window=same_window,
     ),
     "MixtralForCausalLM": Family(
         "mixtral",
+        "Mixtral 8x7B, 8x22B",
+        "mixture of experts in every layer",
         {
             "hidden_act": "silu",
             "max_position_embeddings": 131072,
@@ -171,6 +190,8 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "OPTForCausalLM": Family(
         "opt",
+        "OPT",
+        "learned positions, norm before or after, projections in and out",
         {
             "activation_function": "relu",
             "do_layer_norm_before": True,
@@ -183,16 +204,22 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "Phi3ForCausalLM": Family(
         "phi3",
+        "Phi-3, Phi-3.5-mini, Phi-4",
+        "fused projections, longrope, partial rotation",
         {"hidden_act": "silu", "rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096},
         window=same_window,
     ),
     "Qwen2ForCausalLM": Family(
         "qwen2",
+        "Qwen2, Qwen2.5",
+        "bias on query, key and value; window in the upper layers",
         _LLAMA | {"max_position_embeddings": 32768, "max_window_layers": 28, "sliding_window": 4096},
         window=window_of_upper_layers,
     ),
     "Qwen3ForCausalLM": Family(
         "qwen3",
+        "Qwen3, dense",
+        "normalized query and key heads",
         _LLAMA
         | {
             "head_dim": 128,
@@ -204,6 +231,8 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "Qwen3MoeForCausalLM": Family(
         "qwen3_moe",
+        "Qwen3, mixtures of experts",
+        "1 to k of many experts, dense layers in between",
         _LLAMA
         | {
             "decoder_sparse_step": 1,

@@ -16,8 +16,8 @@ from pagedinfer.models.registry import FAMILIES, build_model
 from pagedinfer.models.weights import checkpoint_tensors
 from tests.distributed.rank_pool import RankPool
 from tests.distributed.rank_tasks import logits_and_tokens
+from tests.models.families import CASES, make
 from tests.models.parity import TOLERANCE, random_prompts
-from tests.models.test_families import CASES, make
 from tests.tiny_models import make_llama
 
 PROMPTS = random_prompts((1, 7, 23))

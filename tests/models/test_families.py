@@ -8,137 +8,15 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from transformers import PreTrainedModel
 
 from pagedinfer.models.model_config import ModelConfig
 from pagedinfer.models.registry import FAMILIES, build_model
 from pagedinfer.models.weights import load_weights
+from tests.models.families import CASES, GEMMA, GPT2, OPT, ROTARY, architecture_of, make
 from tests.models.harness import PagedModel
 from tests.models.parity import TOLERANCE, check_parity, random_prompts, transformers_logits
-from tests.tiny_models import BOS, EOS, PAD, VOCAB_SIZE, make_model
 
-ROTARY: dict[str, Any] = {
-    "vocab_size": VOCAB_SIZE,
-    "hidden_size": 128,
-    "intermediate_size": 192,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-    "max_position_embeddings": 512,
-    "tie_word_embeddings": False,
-}
-GPT2: dict[str, Any] = {
-    "vocab_size": VOCAB_SIZE,
-    "n_embd": 128,
-    "n_layer": 2,
-    "n_head": 2,
-    "n_positions": 128,
-}
-OPT: dict[str, Any] = {
-    "vocab_size": VOCAB_SIZE,
-    "hidden_size": 128,
-    "ffn_dim": 192,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "max_position_embeddings": 128,
-}
-GEMMA = ROTARY | {"num_hidden_layers": 3, "tie_word_embeddings": True, "query_pre_attn_scalar": 100}
-FULL_AND_SLIDING = {
-    "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
-    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
-}
-MIXTRAL = ROTARY | {"num_local_experts": 4, "num_experts_per_tok": 2, "num_hidden_layers": 2}
-QWEN3_MOE = ROTARY | {"num_experts": 8, "moe_intermediate_size": 64, "num_experts_per_tok": 2}
-
-CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    "Qwen2": ("Qwen2Config", ROTARY | {"hidden_size": 256}),
-    "Qwen2, tied": ("Qwen2Config", ROTARY | {"hidden_size": 256, "tie_word_embeddings": True}),
-    "Qwen2, window in upper layers": (
-        "Qwen2Config",
-        ROTARY
-        | {
-            "hidden_size": 256,
-            "use_sliding_window": True,
-            "sliding_window": 9,
-            "max_window_layers": 1,
-        },
-    ),
-    "Qwen2, window not used": (
-        "Qwen2Config",
-        ROTARY | {"hidden_size": 256, "sliding_window": 9, "max_window_layers": 0},
-    ),
-    "Qwen3": ("Qwen3Config", ROTARY | {"num_attention_heads": 6, "num_key_value_heads": 3}),
-    "Qwen3, biases": ("Qwen3Config", ROTARY | {"attention_bias": True, "head_dim": 80}),
-    "Mistral": ("MistralConfig", ROTARY | {"sliding_window": 13}),
-    "Mistral, window of 4": ("MistralConfig", ROTARY | {"sliding_window": 4, "num_key_value_heads": 1}),
-    "Mistral, no window": ("MistralConfig", ROTARY | {"sliding_window": None}),
-    "OPT": ("OPTConfig", OPT),
-    "OPT, norm after": ("OPTConfig", OPT | {"do_layer_norm_before": False}),
-    "OPT, projected": ("OPTConfig", OPT | {"word_embed_proj_dim": 64}),
-    "OPT, no biases": ("OPTConfig", OPT | {"enable_bias": False, "activation_function": "gelu"}),
-    "GPT-2": ("GPT2Config", GPT2),
-    "GPT-2, scaled by layer": (
-        "GPT2Config",
-        GPT2 | {"scale_attn_by_inverse_layer_idx": True, "n_inner": 96, "activation_function": "relu"},
-    ),
-    "GPT-2, not scaled": ("GPT2Config", GPT2 | {"scale_attn_weights": False}),
-    "Phi-3": ("Phi3Config", ROTARY | {"hidden_size": 256, "sliding_window": 20}),
-    "Phi-3, partial": (
-        "Phi3Config",
-        ROTARY
-        | {"hidden_size": 320, "head_dim": 80}
-        | {
-            "rope_parameters": {
-                "rope_type": "default",
-                "rope_theta": 1e4,
-                "partial_rotary_factor": 0.4,
-            }
-        },
-    ),
-    "Gemma 2": ("Gemma2Config", GEMMA | {"sliding_window": 9, "attn_logit_softcapping": 2.0}),
-    "Gemma 2, no caps": (
-        "Gemma2Config",
-        GEMMA
-        | {
-            "sliding_window": 9,
-            "attn_logit_softcapping": None,
-            "final_logit_softcapping": None,
-            "head_dim": 256,
-        },
-    ),
-    "Gemma 3": (
-        "Gemma3TextConfig",
-        GEMMA | {"sliding_window": 9, "sliding_window_pattern": 2, "rope_parameters": FULL_AND_SLIDING},
-    ),
-    "Gemma 3, logits capped": (
-        "Gemma3TextConfig",
-        GEMMA | {"sliding_window": 9, "final_logit_softcapping": 3.0, "tie_word_embeddings": False},
-    ),
-    "Mixtral": ("MixtralConfig", MIXTRAL),
-    "Mixtral, top 1, window": ("MixtralConfig", MIXTRAL | {"num_experts_per_tok": 1, "sliding_window": 9}),
-    "Mixtral, all experts": ("MixtralConfig", MIXTRAL | {"num_experts_per_tok": 4}),
-    "Qwen3-MoE": ("Qwen3MoeConfig", QWEN3_MOE),
-    "Qwen3-MoE, top 8, normalized": (
-        "Qwen3MoeConfig",
-        QWEN3_MOE | {"num_experts": 16, "num_experts_per_tok": 8, "norm_topk_prob": True},
-    ),
-    "Qwen3-MoE, top 1, some dense": (
-        "Qwen3MoeConfig",
-        QWEN3_MOE
-        | {
-            "num_hidden_layers": 4,
-            "decoder_sparse_step": 2,
-            "mlp_only_layers": [3],
-            "num_experts_per_tok": 1,
-        },
-    ),
-}
-
-
-def make(path: Path, config_class: str, options: dict[str, Any]) -> PreTrainedModel:
-    specials = {"pad_token_id": PAD, "bos_token_id": BOS, "eos_token_id": EOS}
-    return make_model(path, getattr(transformers, config_class)(**options | specials))
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -147,9 +25,8 @@ def test_equals_transformers(name: str, tmp_path: Path) -> None:
 
 
 def test_every_family_is_tested() -> None:
-    mapping = transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-    tested = {mapping[getattr(transformers, config_class).model_type] for config_class, _ in CASES.values()}
-    assert tested | {"LlamaForCausalLM"} == set(FAMILIES)
+    tested = {architecture_of(config_class) for config_class, _ in CASES.values()}
+    assert tested == set(FAMILIES)
 
 
 # transformers#39408, vllm#3385
@@ -202,13 +79,14 @@ def test_longrope_adapts_to_the_longest_context(long: bool, tmp_path: Path) -> N
         ("GPT2Config", GPT2 | {"activation_function": "tanh"}, "unknown activation 'tanh'; known are relu"),
         ("Gemma3TextConfig", GEMMA | {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
         ("Gemma3TextConfig", GEMMA | {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+        ("LlamaConfig", ROTARY | {"hidden_act": "tanh"}, "unknown gated activation 'tanh'; known are silu"),
+        ("LlamaConfig", ROTARY | {"head_dim": 48}, "head_dim 48 is not supported; supported are 64, 80"),
     ],
 )
 def test_options_that_are_not_supported_are_refused_by_name(
     config_class: str, options: dict[str, Any], message: str
 ) -> None:
     hf_config = getattr(transformers, config_class)(**options)
-    architectures = {"OPTConfig": "OPTForCausalLM", "GPT2Config": "GPT2LMHeadModel"}
-    hf_config.architectures = [architectures.get(config_class, "Gemma3ForCausalLM")]
+    hf_config.architectures = [architecture_of(config_class)]
     with pytest.raises(ValueError, match=message):
         build_model(ModelConfig.from_dict(hf_config.to_dict()), torch.float32, torch.device("meta"))

@@ -8,20 +8,18 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from tests.models.families import CASES, make
 from tests.models.harness import load
 from tests.models.parity import random_prompts, transformers_logits
-from tests.models.test_families import CASES, ROTARY, make
 
 pytestmark = pytest.mark.gpu
 
-ALL_CASES = CASES | {"Llama": ("LlamaConfig", ROTARY)}
 
-
-@pytest.mark.parametrize("name", ALL_CASES)
+@pytest.mark.parametrize("name", CASES)
 @torch.inference_mode()
 def test_equals_transformers(name: str, tmp_path: Path) -> None:
     prompts = random_prompts()
-    reference = make(tmp_path, *ALL_CASES[name])
+    reference = make(tmp_path, *CASES[name])
     expected = [transformers_logits(reference, prompt) for prompt in prompts]
 
     for chunk in (None, 7, 1):

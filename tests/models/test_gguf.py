@@ -16,10 +16,10 @@ from pagedinfer.models.checkpoint import find_files
 from pagedinfer.models.model_config import ModelConfig
 from pagedinfer.models.registry import build_model
 from pagedinfer.models.weights import load_weights
+from tests.models.families import ROTARY, make
 from tests.models.gguf_files import Q, write_gguf
 from tests.models.harness import load
 from tests.models.parity import random_prompts, transformers_logits
-from tests.models.test_families import ROTARY, make
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {}),
@@ -119,7 +119,7 @@ def test_truncated_file_is_named(tmp_path: Path, kept: int) -> None:
 def test_unknown_architecture_is_named(tmp_path: Path) -> None:
     file, _ = write(tmp_path, "llama")
     file.write_bytes(file.read_bytes().replace(b"llama", b"mamba"))
-    with pytest.raises(ValueError, match=r"GGUF architecture 'mamba' .* supported are llama, qwen2"):
+    with pytest.raises(ValueError, match=r"GGUF architecture 'mamba' .* supported are llama, .*qwen2"):
         load(file)
 
 
