@@ -112,6 +112,8 @@ class EngineConfig:
         ):
             if getattr(self, name) is not None:
                 _check_int(name, getattr(self, name), 1, high, unit=unit)
+        if self.max_model_len is not None:
+            _check_int("max_model_len", self.max_model_len, 2, unit="tokens")  # a prompt and an output
         if not isinstance(self.block_size, int) or self.block_size not in BLOCK_SIZES:
             sizes = ", ".join(map(str, BLOCK_SIZES))
             raise ValueError(f"block_size must be one of {sizes} tokens, got {self.block_size!r}")

@@ -62,8 +62,8 @@ class LLM:
             CPU a quarter of the free memory.
         num_gpu_blocks_override: blocks of the KV cache, instead of as many as there is room for.
         block_size: tokens in a block of the KV cache: 8, 16, 32 or 64.
-        max_model_len: longest request in tokens, prompt and output together. By default the model's, or as
-            much of it as the KV cache can hold.
+        max_model_len: longest request in tokens, prompt and output together, so at least 2. By default the
+            model's, or as much of it as the KV cache can hold.
         max_num_seqs: most requests that run at the same time. By default 1024 on a GPU of 70 GiB and more,
             256 otherwise.
         max_num_batched_tokens: most tokens that one step computes; a longer prompt is computed in chunks.

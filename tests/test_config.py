@@ -40,6 +40,7 @@ def test_defaults_are_valid() -> None:
         ("block_size", 1),
         ("block_size", 16.0),
         ("max_model_len", 0),
+        ("max_model_len", 1),  # a prompt of a token would have no output
         ("max_num_seqs", -3),
         ("max_num_seqs", 10**12),
         ("max_num_batched_tokens", 0),

@@ -20,6 +20,7 @@ from pagedinfer.config import EngineConfig
 from pagedinfer.errors import DownloadError
 from pagedinfer.logging import get_logger
 from pagedinfer.models.file_names import WEIGHT_FILES, formats_to_try
+from pagedinfer.models.gguf_config import gguf_parts, is_gguf
 from pagedinfer.models.hub_errors import describe, is_transient
 from pagedinfer.models.parallel_tasks import run_in_parallel
 
@@ -28,6 +29,7 @@ logger = get_logger(__name__)
 T = TypeVar("T")
 
 _ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
+_GGUF_ID = re.compile(rf"(?P<id>{_ID.pattern})(/(?P<file>.+\.gguf)|:(?P<kind>\w+))")
 _CONFIGS = ("config.json", "generation_config.json")
 _TOKENIZER = re.compile(
     r"tokenizer.*\.(json|model)|.*\.jinja|chat_template\.json|(vocab|merges)\.(json|txt)|added_tokens\.json"
@@ -70,10 +72,11 @@ def resolve_model(
     download_dir: str | None = None,
     token: str | None = None,
 ) -> Path:
-    """The folder of a model.
+    """The folder of a model, or its GGUF file.
 
     Args:
-        model: a path, or an id of the hub as "owner/name".
+        model: a path, or an id of the hub: "owner/name", and of a GGUF file "owner/name/file.gguf" or, by
+            what it is quantized to, "owner/name:Q4_K_M".
         revision: of a hub id: a branch, a tag or a commit; by default "main".
         load_format: which weights to fetch, as for `LLM`; "dummy": none.
         download_dir: the cache to fetch into, instead of the hub client's own.
@@ -86,6 +89,10 @@ def resolve_model(
     path = Path(model).expanduser()
     if path.exists():
         return path
+    gguf = _GGUF_ID.fullmatch(model)
+    if gguf is not None:
+        repository = _Repository(gguf["id"], revision or "main", download_dir, token)
+        return repository.fetch_gguf(gguf["file"], gguf["kind"])
     if not _ID.fullmatch(model):
         raise ValueError(
             f"there is no folder {model!r} to load a model from, and it is no hub id (owner/name)"
@@ -98,23 +105,15 @@ class _Repository:
 
     def __init__(self, repo_id: str, revision: str, cache: str | None, token: str | None) -> None:
         self._id, self._revision, self._cache, self._token = repo_id, revision, cache, token
+        self._unreachable = ""
         self._timeout = _seconds("HF_HUB_ETAG_TIMEOUT")
         self._endpoint = (os.environ.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/")
 
     def fetch(self, load_format: str) -> Path:
         """Brings the files that are needed into the cache; returns their folder."""
-        if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE"):
-            return self._cached("HF_HUB_OFFLINE is set")
-        try:
-            names = self._attempt(self._list)
-        except DownloadError as error:
-            # What was fetched before is as good as what cannot be compared with it.
-            try:
-                folder = self._cached(str(error))
-            except DownloadError:
-                raise error from error.__cause__
-            logger.warning("%s; taking the files of %s that were fetched before", error, self._id)
-            return folder
+        names = self._names()
+        if names is None:
+            return self._cached("config.json").parent
         if "config.json" not in names:
             raise ValueError(f"{self._id} on {self._endpoint} has no config.json")
         # The first by the revision's name, which the cache remembers; the rest of that same commit.
@@ -124,6 +123,47 @@ class _Repository:
         self._download_all(small, commit)
         self._download_all(self._weights(names, load_format, commit), commit)
         return folder
+
+    def fetch_gguf(self, file: str | None, kind: str | None) -> Path:
+        """Brings one GGUF file, or all parts of a split one, into the cache; returns the first."""
+        names = self._names()
+        if file is None:
+            assert kind is not None
+            file = self._gguf_of(kind, self._cached_names() if names is None else names)
+        if names is None:
+            return self._cached(file)
+        first, *others = (str(part) for part in gguf_parts(Path(file)))
+        absent = [name for name in (first, *others) if name not in names]
+        if absent:
+            raise ValueError(f"{self._id} on {self._endpoint} has no file {', '.join(absent)}")
+        path = Path(self._download(first, self._revision))
+        commit = path.relative_to(path.parents[len(Path(first).parts)]).parts[0]
+        self._download_all(others, commit)
+        return path
+
+    def _gguf_of(self, kind: str, names: Sequence[str]) -> str:
+        """The GGUF file whose name ends in `kind`; of a split one the first part."""
+        files = sorted(name for name in names if is_gguf(name))
+        ending = re.compile(rf".*[-._/]{re.escape(kind)}(-00001-of-\d{{5}})?\.gguf", re.IGNORECASE)
+        found = [name for name in files if ending.fullmatch(name)]
+        if not found:
+            raise ValueError(f"{self._id} has no GGUF file of {kind!r}; it has {', '.join(files) or 'none'}")
+        return found[0]
+
+    def _names(self) -> list[str] | None:
+        """What the model's files are called; None if only what was fetched before can be had."""
+        if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE"):
+            self._unreachable = "HF_HUB_OFFLINE is set"
+            return None
+        try:
+            return self._attempt(self._list)
+        except DownloadError as error:
+            # What was fetched before is as good as what cannot be compared with it.
+            self._unreachable = str(error)
+            if not self._cached_names():
+                raise
+            logger.warning("%s; taking the files of %s that were fetched before", error, self._id)
+            return None
 
     def _list(self) -> list[str]:
         from huggingface_hub import HfApi
@@ -185,23 +225,35 @@ class _Repository:
                 time.sleep(wait)
         raise AssertionError("the last attempt returns or raises")
 
-    def _cached(self, reason: str) -> Path:
-        """The folder in the cache.
+    def _cached(self, name: str) -> Path:
+        """A file in the cache.
 
         Raises:
-            DownloadError: the model is not in it.
+            DownloadError: it is not there.
         """
         from huggingface_hub import try_to_load_from_cache
 
-        config = try_to_load_from_cache(
-            self._id, "config.json", cache_dir=self._cache, revision=self._revision
-        )
-        if not isinstance(config, str):
+        file = try_to_load_from_cache(self._id, name, cache_dir=self._cache, revision=self._revision)
+        if not isinstance(file, str):
             raise DownloadError(
-                f"{self._id} at revision {self._revision!r} is not in the cache, and {reason}. Fetch it once "
-                f"with a connection, or give the path of a folder"
+                f"{name} of {self._id} at revision {self._revision!r} is not in the cache, and "
+                f"{self._unreachable}. Fetch it once with a connection, or give the path of a folder"
             )
-        return Path(config).parent
+        return Path(file)
+
+    def _cached_names(self) -> list[str]:
+        """The files in the cache."""
+        from huggingface_hub import snapshot_download
+
+        try:
+            folder = Path(
+                snapshot_download(
+                    self._id, revision=self._revision, cache_dir=self._cache, local_files_only=True
+                )
+            )
+        except Exception:  # nothing of it, or the client's record of what there should be is not met
+            return []
+        return [str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file()]
 
 
 def _seconds(variable: str, default: float = 10.0) -> float:

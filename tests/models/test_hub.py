@@ -175,7 +175,9 @@ def test_offline_takes_what_was_fetched_before(
     hub: FakeHub, cache: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    with pytest.raises(DownloadError, match="not in the cache, and HF_HUB_OFFLINE is set"):
+    with pytest.raises(
+        DownloadError, match=r"config\.json of owner/name .* is not in the cache, and HF_HUB_OFFLINE is set"
+    ):
         resolve_model("owner/name", download_dir=cache)
     monkeypatch.delenv("HF_HUB_OFFLINE")
     folder = resolve_model("owner/name", download_dir=cache)
@@ -206,6 +208,47 @@ def test_a_model_that_is_not_whole(hub: FakeHub, cache: str, absent: str) -> Non
     }[absent]
     with pytest.raises(ValueError, match=message):
         resolve_model("owner/name", download_dir=cache)
+
+
+@pytest.fixture
+def gguf_hub(hub: FakeHub) -> FakeHub:
+    """One with GGUF files alone, one of them split."""
+    for file in hub.folder.iterdir():
+        if file.is_file():
+            file.unlink()
+    for name in (
+        "m-Q8_0.gguf",
+        "m-Q4_K_M.gguf",
+        "big/m-BF16-00001-of-00002.gguf",
+        "big/m-BF16-00002-of-00002.gguf",
+    ):
+        (hub.folder / name).parent.mkdir(exist_ok=True)
+        (hub.folder / name).write_text(name)
+    return hub
+
+
+@pytest.mark.parametrize("model", ["owner/name:q4_k_m", "owner/name/m-Q4_K_M.gguf"])
+def test_one_gguf_file(gguf_hub: FakeHub, cache: str, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = resolve_model(model, download_dir=cache)
+    assert (file.name, file.read_text()) == ("m-Q4_K_M.gguf", "m-Q4_K_M.gguf")
+    assert gguf_hub.downloaded() == {"m-Q4_K_M.gguf"}
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert resolve_model(model, download_dir=cache) == file
+
+
+def test_a_split_gguf_file(gguf_hub: FakeHub, cache: str) -> None:
+    file = resolve_model("owner/name:BF16", download_dir=cache)
+    assert file.name == "m-BF16-00001-of-00002.gguf"
+    assert sorted(each.name for each in file.parent.iterdir()) == [file.name, "m-BF16-00002-of-00002.gguf"]
+
+
+def test_gguf_files_that_are_not_there(gguf_hub: FakeHub, cache: str) -> None:
+    with pytest.raises(
+        ValueError, match=r"owner/name has no GGUF file of 'Q2_K'; it has big/m-BF16-.*, m-Q8_0"
+    ):
+        resolve_model("owner/name:Q2_K", download_dir=cache)
+    with pytest.raises(ValueError, match=r"owner/name on http.* has no file other\.gguf"):
+        resolve_model("owner/name/other.gguf", download_dir=cache)
 
 
 def test_an_engine_by_hub_id(hub: FakeHub, cache: str) -> None:
