@@ -114,8 +114,11 @@ class _Repository:
         names = self._names()
         if names is None:
             return self._cached("config.json").parent
-        if "config.json" not in names:
-            raise ValueError(f"{self._id} on {self._endpoint} has no config.json")
+        if "config.json" not in names or load_format == "gguf":
+            files = [name for name in names if is_gguf(name)]
+            hint = f"; name one of its GGUF files as {self._id}/{files[0]}" if files else ""
+            what = "no config.json" if "config.json" not in names else "more than one file"
+            raise ValueError(f"{self._id} on {self._endpoint} has {what}{hint}")
         # The first by the revision's name, which the cache remembers; the rest of that same commit.
         folder = Path(self._download("config.json", self._revision)).parent
         commit = folder.name
@@ -137,8 +140,8 @@ class _Repository:
         if absent:
             raise ValueError(f"{self._id} on {self._endpoint} has no file {', '.join(absent)}")
         path = Path(self._download(first, self._revision))
-        commit = path.relative_to(path.parents[len(Path(first).parts)]).parts[0]
-        self._download_all(others, commit)
+        commit = path.parents[len(Path(first).parts) - 1]
+        self._download_all(others, commit.name)
         return path
 
     def _gguf_of(self, kind: str, names: Sequence[str]) -> str:
@@ -181,8 +184,7 @@ class _Repository:
         for each in formats:
             index, single = WEIGHT_FILES[each]
             if index in names:
-                content = json.loads(Path(self._download(index, commit)).read_text(encoding="utf-8"))
-                listed = sorted(set(content["weight_map"].values()))
+                listed = _listed_files(Path(self._download(index, commit)))
                 absent = [name for name in listed if name not in names]
                 if absent:
                     raise ValueError(
@@ -254,6 +256,14 @@ class _Repository:
         except Exception:  # nothing of it, or the client's record of what there should be is not met
             return []
         return [str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file()]
+
+
+def _listed_files(index: Path) -> list[str]:
+    try:
+        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        return sorted(set(weight_map.values()))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{index} is not an index of a checkpoint's files: {error!r}") from None
 
 
 def _seconds(variable: str, default: float = 10.0) -> float:

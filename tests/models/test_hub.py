@@ -242,6 +242,22 @@ def test_a_split_gguf_file(gguf_hub: FakeHub, cache: str) -> None:
     assert sorted(each.name for each in file.parent.iterdir()) == [file.name, "m-BF16-00002-of-00002.gguf"]
 
 
+def test_a_repository_of_gguf_files_says_how_to_name_one(gguf_hub: FakeHub, cache: str) -> None:
+    with pytest.raises(
+        ValueError, match=r"has no config\.json; name one of its GGUF files as owner/name/big/m"
+    ):
+        resolve_model("owner/name", download_dir=cache)
+    (gguf_hub.folder / "config.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"has more than one file; name one of its GGUF files"):
+        resolve_model("owner/name", download_dir=cache, load_format="gguf")
+
+
+def test_a_damaged_index(hub: FakeHub, cache: str) -> None:
+    (hub.folder / INDEX).write_text("{}")
+    with pytest.raises(ValueError, match=rf"{INDEX} is not an index of a checkpoint's files"):
+        resolve_model("owner/name", download_dir=cache)
+
+
 def test_gguf_files_that_are_not_there(gguf_hub: FakeHub, cache: str) -> None:
     with pytest.raises(
         ValueError, match=r"owner/name has no GGUF file of 'Q2_K'; it has big/m-BF16-.*, m-Q8_0"
