@@ -17,6 +17,8 @@ _PART = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
 GGUF_ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
     "llama with experts": "MixtralForCausalLM",
+    "gemma2": "Gemma2ForCausalLM",
+    "gemma3": "Gemma3ForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "qwen3moe": "Qwen3MoeForCausalLM",
@@ -33,6 +35,8 @@ _KEYS = {
     "attention.key_length": "head_dim",
     "attention.layer_norm_rms_epsilon": "rms_norm_eps",
     "attention.sliding_window": "sliding_window",
+    "attn_logit_softcapping": "attn_logit_softcapping",
+    "final_logit_softcapping": "final_logit_softcapping",
     "rope.freq_base": "rope_theta",
     "expert_count": "num_experts",
     "expert_used_count": "num_experts_per_tok",
@@ -98,6 +102,8 @@ def gguf_config(path: Path) -> dict[str, Any]:
     config["architectures"] = [GGUF_ARCHITECTURES[kind]]
     if kind == "llama with experts":
         config["num_local_experts"] = own["expert_count"]
+    if architecture in ("gemma2", "gemma3"):
+        config["query_pre_attn_scalar"] = _gemma_scale(config)
     if architecture == "qwen3moe":
         config["norm_topk_prob"] = True  # as all of them have it; the format has no key for it
     shapes = {tensor.name: tensor for part in _readers(path, reader) for tensor in part.tensors}
@@ -111,6 +117,17 @@ def gguf_config(path: Path) -> dict[str, Any]:
     for name in ("bos", "eos"):
         config[f"{name}_token_id"] = values.get(f"tokenizer.ggml.{name}_token_id")
     return config
+
+
+_GEMMA_27B = (46, 62)
+"""Layers of the largest Gemma 2 and 3, whose scores alone are scaled by another number than head_dim."""
+
+
+def _gemma_scale(config: dict[str, Any]) -> int:
+    """The format has no key for it; llama.cpp tells the models apart by their layers, too."""
+    if config["num_hidden_layers"] in _GEMMA_27B:
+        return int(config["hidden_size"] // config["num_attention_heads"])
+    return int(config["head_dim"])
 
 
 def _readers(path: Path, first: GGUFReader) -> list[GGUFReader]:

@@ -37,6 +37,11 @@ _LAYER_NAMES = {
     "ffn_down": "mlp.down_proj",
     "ffn_gate_inp": "mlp.gate",
 }
+_GEMMA = {
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_attention_norm": "post_attention_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
 _STACKED = {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_exps": "down_proj"}
 """All experts' in one tensor, and what one expert's is called."""
 _MIXTRAL = {"mlp.gate": "block_sparse_moe.gate", "gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
@@ -54,6 +59,8 @@ class GGUFLayout:
     pairs: Mapping[str, int]
     """Projections whose rows are stored as pairs that rotate together, and the heads of each; llama's."""
     is_mixtral: bool
+    is_gemma: bool
+    """Whose norms have one added to their weights here."""
 
     @classmethod
     def read(cls, path: Path) -> GGUFLayout:
@@ -67,12 +74,15 @@ class GGUFLayout:
         def value(name: str) -> Any:
             return fields[name].contents() if name in fields else None
 
-        if value("general.architecture") != "llama":
-            return cls({}, is_mixtral=False)
+        architecture = value("general.architecture")
+        if architecture != "llama":
+            return cls({}, is_mixtral=False, is_gemma=architecture in ("gemma2", "gemma3"))
         num_heads = value("llama.attention.head_count")
         num_kv_heads = value("llama.attention.head_count_kv") or num_heads
         return cls(
-            {"attn_q": num_heads, "attn_k": num_kv_heads}, is_mixtral=bool(value("llama.expert_count"))
+            {"attn_q": num_heads, "attn_k": num_kv_heads},
+            is_mixtral=bool(value("llama.expert_count")),
+            is_gemma=False,
         )
 
 
@@ -113,6 +123,8 @@ class _OpenGGUF(OpenFile):
         match = _LAYER.fullmatch(tensor.name)
         if match is not None and match[2] in self._layout.pairs:
             return _split_halves(values, self._layout.pairs[match[2]])
+        if self._layout.is_gemma and tensor.name.endswith("norm.weight"):
+            return values.float() - 1.0
         return values
 
     def _entries(self, name: str, tensor: Any) -> dict[str, tuple[Any, int | None]]:
@@ -129,6 +141,8 @@ class _OpenGGUF(OpenFile):
             count = int(tensor.shape[-1])
             return {f"{layer}.{experts}.{i}.{each}.{kind}": (tensor, i) for i in range(count)}
         ours = _LAYER_NAMES.get(base, base)
+        if self._layout.is_gemma:
+            ours = _GEMMA.get(base, ours)
         if self._layout.is_mixtral:
             ours = _MIXTRAL.get(ours, ours)
         return {f"{layer}.{ours}.{kind}": (tensor, None)}

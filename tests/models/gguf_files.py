@@ -14,6 +14,8 @@ from transformers import AutoTokenizer, PreTrainedModel
 Q = gguf.GGMLQuantizationType
 _PLAIN = {Q.F32: torch.float32, Q.F16: torch.float16, Q.BF16: torch.bfloat16}
 _ARCHITECTURES = {
+    "gemma2": gguf.MODEL_ARCH.GEMMA2,
+    "gemma3_text": gguf.MODEL_ARCH.GEMMA3,
     "llama": gguf.MODEL_ARCH.LLAMA,
     "mixtral": gguf.MODEL_ARCH.LLAMA,
     "qwen2": gguf.MODEL_ARCH.QWEN2,
@@ -55,7 +57,7 @@ def write_gguf(
         f"{name}.rope.dimension_count": head_dim,
         f"{name}.vocab_size": config.vocab_size,
         f"{name}.attention.layer_norm_rms_epsilon": config.rms_norm_eps,
-        f"{name}.rope.freq_base": float(config.rope_parameters["rope_theta"]),
+        f"{name}.rope.freq_base": float(_rope(config)["rope_theta"]),
         "tokenizer.ggml.bos_token_id": config.bos_token_id,
         "tokenizer.ggml.eos_token_id": config.eos_token_id,
     }
@@ -64,6 +66,14 @@ def write_gguf(
         metadata[f"{name}.expert_used_count"] = config.num_experts_per_tok
         if hasattr(config, "moe_intermediate_size"):
             metadata[f"{name}.expert_feed_forward_length"] = config.moe_intermediate_size
+    for key in ("attn_logit_softcapping", "final_logit_softcapping"):
+        if getattr(config, key, None) is not None:
+            metadata[f"{name}.{key}"] = float(getattr(config, key))
+    if "gemma" in name:
+        metadata[f"{name}.attention.sliding_window"] = config.sliding_window
+    if _rope(config)["rope_type"] == "linear":
+        metadata[f"{name}.rope.scaling.type"] = "linear"
+        metadata[f"{name}.rope.scaling.factor"] = float(_rope(config)["factor"])
     for key, value in (metadata | (changes or {})).items():
         if value is not None:
             add = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}[type(value)]
@@ -78,6 +88,11 @@ def write_gguf(
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def _rope(config: Any) -> dict[str, Any]:
+    rope: dict[str, Any] = config.rope_parameters
+    return rope.get("full_attention", rope)
 
 
 def _add(writer: gguf.GGUFWriter, name: str, tensor: Tensor, kind: Q) -> None:
@@ -112,8 +127,10 @@ def _tensors(model: PreTrainedModel, head_dim: int) -> dict[str, Tensor]:
         ):
             heads = tensor.unflatten(0, (-1, 2, head_dim // 2))  # halves of a head become pairs
             tensor = heads.transpose(1, 2).reshape(tensor.shape)
+        if "gemma" in config.model_type and name.endswith("norm.weight"):
+            tensor = tensor + 1.0
         kind = "." + name.rpartition(".")[2]
-        base = names.get_name(name.removesuffix(kind).replace("mlp.gate", "mlp.gate"))
+        base = names.get_name(name.removesuffix(kind))
         assert base is not None, name
         stacked[base + kind] = tensor
     return stacked

@@ -16,14 +16,20 @@ from pagedinfer.models.checkpoint import find_files
 from pagedinfer.models.model_config import ModelConfig
 from pagedinfer.models.registry import build_model
 from pagedinfer.models.weights import load_weights
-from tests.models.families import ROTARY, make
+from tests.models.families import FULL_AND_SLIDING, ROTARY, make
 from tests.models.gguf_files import Q, write_gguf
 from tests.models.harness import load
 from tests.models.parity import random_prompts, transformers_logits
 
+# Six layers, of which Gemma 3's last has no window; a scale that is head_dim, as files take for granted.
+GEMMA = {"num_hidden_layers": 6, "query_pre_attn_scalar": 64, "tie_word_embeddings": True}
+GEMMA2 = GEMMA | {"num_hidden_layers": 2, "sliding_window": 9, "attn_logit_softcapping": 2.0}
+
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {}),
     "llama, tied": ("LlamaConfig", {"tie_word_embeddings": True}),
+    "gemma2": ("Gemma2Config", GEMMA2),
+    "gemma3": ("Gemma3TextConfig", GEMMA | {"sliding_window": 9, "rope_parameters": FULL_AND_SLIDING}),
     "qwen2": ("Qwen2Config", {"hidden_size": 256}),
     "qwen3": ("Qwen3Config", {"head_dim": 128}),
     "qwen3moe": (
@@ -54,7 +60,7 @@ def test_is_the_model_that_was_written(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", [Q.F16, Q.BF16, Q.Q8_0, Q.Q4_0, Q.Q5_1])
-@pytest.mark.parametrize("name", ["llama", "qwen3moe"])
+@pytest.mark.parametrize("name", ["llama", "qwen3moe", "gemma2"])
 def test_equals_transformers_of_the_same_file(name: str, kind: Q, tmp_path: Path) -> None:
     file, _ = write(tmp_path, name, kind)
     quantization = getattr(transformers, "GgufConfig", None)
