@@ -6,20 +6,27 @@
 `--model` is a folder with weights, or a name of benchmarks/model_shapes.py: that shape with random
 weights. Requests are greedy token ids that ignore EOS, so that every engine generates the same number of
 tokens; W2s samples. After a short warm-up each workload runs `--repeats` times, the prefix cache reset in
-between, and the best run counts. transformers runs each batch as one static, left-padded batch, which
-waits for its slowest request. `--profile` runs each workload once more and shows
-where the time of a step goes.
+between, and the best run counts. `--profile` runs each workload once more and shows where the time of a step
+goes.
+
+Peers run the same after it, on the same machine (`--vs`). transformers runs each batch as one static,
+left-padded batch, which waits for its slowest request. vLLM runs in a process of its own, from the same
+environment or from `--vllm-path`.
+
+What continuous batching gains shows in one engine by `--workloads W1,W1static --max-num-seqs 50`, and what
+batching gains at all by `--workloads W6a,W6b`.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
+import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +35,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from model_shapes import SHAPES, write_shape
 from step_profile import StepProfile
-from workloads import Batch, Workload, workload
+from vllm_peer import MARK
+from workloads import Batch, Workload, timed, workload
 
 
 def main() -> None:
@@ -37,7 +45,8 @@ def main() -> None:
     )
     parser.add_argument("--model", required=True, help="a folder, or one of " + ", ".join(SHAPES))
     parser.add_argument("--workloads", default="1x64x128,16x64x128", help="names, comma-separated")
-    parser.add_argument("--vs", default="", help="peers, comma-separated: transformers")
+    parser.add_argument("--vs", default="", help="peers, comma-separated: transformers, vllm")
+    parser.add_argument("--vllm-path", default="", help="a folder with vllm, for PYTHONPATH")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--repeats", type=int, default=2)
@@ -56,8 +65,11 @@ def main() -> None:
         works = [workload(name, vocab_size) for name in args.workloads.split(",")]
         results: dict[str, Any] = {"machine": machine(), "model": args.model, "rows": []}
         engines = {"pagedinfer": run_pagedinfer}
-        if "transformers" in args.vs.split(","):
-            engines["transformers"] = run_transformers
+        peers = {"transformers": run_transformers, "vllm": run_vllm}
+        for name in filter(None, args.vs.split(",")):
+            if name not in peers:
+                raise SystemExit(f"--vs: unknown peer {name!r}; there are {', '.join(peers)}")
+            engines[name] = peers[name]
         for engine, run in engines.items():
             for row in run(folder, random_weights, works, args):
                 results["rows"].append({"engine": engine, **row})
@@ -86,29 +98,6 @@ def print_row(row: dict[str, Any]) -> None:
     )
 
 
-def timed(
-    work: Workload, repeats: int, generate: Callable[[Batch], int], reset: Callable[[], Any]
-) -> dict[str, Any]:
-    """The best of `repeats` runs. `generate` returns how many tokens it generated."""
-    seconds = []
-    for _ in range(repeats):
-        reset()
-        start = time.perf_counter()
-        generated = sum(generate(batch) for batch in work.batches)
-        seconds.append(time.perf_counter() - start)
-        if generated != work.output_tokens:
-            raise SystemExit(f"{work.name}: {generated} tokens came, {work.output_tokens} were asked for")
-    best = min(seconds)
-    return {
-        "workload": work.name,
-        "requests": work.num_requests,
-        "seconds": best,
-        "all_seconds": seconds,
-        "input_tok_s": work.input_tokens / best,
-        "output_tok_s": work.output_tokens / best,
-    }
-
-
 def run_pagedinfer(
     folder: Path, random_weights: bool, works: list[Workload], args: argparse.Namespace
 ) -> list[dict[str, Any]]:
@@ -128,7 +117,6 @@ def run_pagedinfer(
         async_scheduling=False if args.no_async_scheduling else None,
     )
     print(f"   pagedinfer  ready after {time.perf_counter() - start:.1f} s", flush=True)
-    sampled = {"temperature": 0.8, "top_p": 0.95, "top_k": 50, "seed": 0}
 
     def generate(batch: Batch, sampling: dict[str, Any]) -> int:
         outputs = llm.generate(
@@ -144,7 +132,7 @@ def run_pagedinfer(
     rows = []
     with llm:
         for work in works:
-            sampling = sampled if work.name == "W2s" else {"temperature": 0.0}
+            sampling = work.sampling
             warm_up = [(prompt, min(length, 8)) for prompt, length in work.batches[0][:8]]
             generate(warm_up, sampling)
             rows.append(
@@ -158,7 +146,7 @@ def run_pagedinfer(
                 llm.reset_prefix_cache()
                 profile.clear()
                 for batch in work.batches:
-                    generate(batch, sampled if work.name == "W2s" else {"temperature": 0.0})
+                    generate(batch, work.sampling)
                 print(f"   pagedinfer  {work.name}: where a step's time goes, medians")
                 profile.print_table()
                 row["profile"] = profile.table()
@@ -205,6 +193,28 @@ def run_transformers(
     for work in works:
         generate([(prompt, min(length, 8)) for prompt, length in work.batches[0][:8]])
         rows.append(timed(work, args.repeats, generate, lambda: None))
+    return rows
+
+
+def run_vllm(
+    folder: Path, random_weights: bool, works: list[Workload], args: argparse.Namespace
+) -> list[dict[str, Any]]:
+    """See vllm_peer.py; what it prints beside its results passes through."""
+    environment = dict(os.environ)
+    if args.vllm_path:
+        environment["PYTHONPATH"] = os.pathsep.join([args.vllm_path, environment.get("PYTHONPATH", "")])
+    command = [sys.executable, str(Path(__file__).with_name("vllm_peer.py")), str(folder)]
+    command += ["--workloads", ",".join(work.name for work in works), "--dtype", args.dtype]
+    command += ["--repeats", str(args.repeats)] + ["--dummy"] * random_weights
+    rows = []
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
+        for line in process.stdout or ():
+            if line.startswith(MARK):
+                rows.append(json.loads(line.removeprefix(MARK)))
+            else:
+                print(line, end="", flush=True)
+    if process.returncode:
+        raise SystemExit(f"vllm_peer.py ended with {process.returncode} after {len(rows)} workloads")
     return rows
 
 

@@ -6,7 +6,10 @@ Everything is drawn from one seed, so that two engines, or two runs, do the same
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -14,6 +17,7 @@ Batch = list[tuple[list[int], int]]  # (prompt token ids, output tokens) for eac
 
 DESCRIPTIONS = {
     "W1": "200 requests, 64..256 in, 100..300 out",
+    "W1static": "W1 in batches of 50, each of which waits for its slowest request",
     "W2": "256 requests, 100..1,024 in, 100..1,024 out",
     "W2s": "W2 with temperature 0.8, top_p 0.95, top_k 50",
     "W3": "1 request, 128 in, 256 out",
@@ -22,6 +26,9 @@ DESCRIPTIONS = {
     "W6a": "8 requests one by one, 64 in, 128 out",
     "W6b": "64 requests together, 64 in, 128 out",
 }
+
+
+_STATIC = 50  # requests of a static batch
 
 
 @dataclass(frozen=True)
@@ -40,6 +47,13 @@ class Workload:
     @property
     def output_tokens(self) -> int:
         return sum(length for batch in self.batches for _, length in batch)
+
+    @property
+    def sampling(self) -> dict[str, Any]:
+        """Fields of SamplingParams, of our engine as of vLLM."""
+        if self.name == "W2s":
+            return {"temperature": 0.8, "top_p": 0.95, "top_k": 50}
+        return {"temperature": 0.0}
 
     @property
     def max_context(self) -> int:
@@ -68,12 +82,14 @@ def workload(name: str, vocab_size: int) -> Workload:
         ValueError: a name that is neither.
     """
     draw = _Draw(vocab_size)
-    if name in ("W1", "W2", "W2s"):
+    if name in ("W1", "W1static", "W2", "W2s"):
         count, inputs, outputs = (
-            (200, (64, 256), (100, 300)) if name == "W1" else (256, (100, 1024), (100, 1024))
+            (200, (64, 256), (100, 300)) if name.startswith("W1") else (256, (100, 1024), (100, 1024))
         )
         lengths_in, lengths_out = draw.lengths(*inputs, count), draw.lengths(*outputs, count)
         batch = [(draw.prompt(i), o) for i, o in zip(lengths_in, lengths_out, strict=True)]
+        if name == "W1static":
+            return Workload(name, [batch[i : i + _STATIC] for i in range(0, count, _STATIC)])
         return Workload(name, [batch])
     if name == "W3":
         return Workload(name, [[(draw.prompt(128), 256)]])
@@ -92,3 +108,26 @@ def workload(name: str, vocab_size: int) -> Workload:
             f"unknown workload {name!r}; known: {', '.join(DESCRIPTIONS)}, or RxIxO such as 16x64x128"
         ) from None
     return Workload(name, [[(draw.prompt(length_in), length_out) for _ in range(count)]])
+
+
+def timed(
+    work: Workload, repeats: int, generate: Callable[[Batch], int], reset: Callable[[], Any]
+) -> dict[str, Any]:
+    """The best of `repeats` runs. `generate` returns how many tokens it generated."""
+    seconds = []
+    for _ in range(repeats):
+        reset()
+        start = time.perf_counter()
+        generated = sum(generate(batch) for batch in work.batches)
+        seconds.append(time.perf_counter() - start)
+        if generated != work.output_tokens:
+            raise SystemExit(f"{work.name}: {generated} tokens came, {work.output_tokens} were asked for")
+    best = min(seconds)
+    return {
+        "workload": work.name,
+        "requests": work.num_requests,
+        "seconds": best,
+        "all_seconds": seconds,
+        "input_tok_s": work.input_tokens / best,
+        "output_tok_s": work.output_tokens / best,
+    }
