@@ -3,6 +3,7 @@
     python benchmarks/bench_scheduler.py steps      # the distribution over a trace of steps; memory growth
     python benchmarks/bench_scheduler.py hashing    # the prefix cache on a prompt of 100,000 tokens
     python benchmarks/bench_scheduler.py admission  # admission by forecast against the best fixed cap
+    python benchmarks/bench_scheduler.py steps --trace t.json   # the same steps, written down
 
 `steps` keeps `--running` requests running: whenever one ends, another arrives. `admission` runs a
 simulated engine, whose steps take a time linear in what they compute, so its result is the same on every
@@ -24,6 +25,7 @@ from pagedinfer._core import BlockPool
 from pagedinfer.engine.batch import Batch, StepOutput
 from pagedinfer.engine.request import Request
 from pagedinfer.engine.scheduler import Scheduler, SchedulerConfig
+from pagedinfer.tracing.recorder import TracingScheduler
 
 EOS = 2
 
@@ -42,7 +44,9 @@ def show_distribution(what: str, seconds: list[float]) -> None:
     )
 
 
-def bench_steps(num_running: int, num_steps: int, block_size: int, prompt: int, output: int) -> None:
+def bench_steps(
+    num_running: int, num_steps: int, block_size: int, prompt: int, output: int, trace: str | None = None
+) -> None:
     """`num_running` requests run all the time, with prompts and outputs of these mean lengths."""
     longest = 2 * (prompt + output)
     config = SchedulerConfig(
@@ -52,7 +56,7 @@ def bench_steps(num_running: int, num_steps: int, block_size: int, prompt: int, 
         num_blocks=-(-num_running * longest // block_size),
         max_model_len=longest,
     )
-    scheduler = Scheduler(config)
+    scheduler = Scheduler(config) if trace is None else TracingScheduler(config, trace)
     rng = random.Random(0)
     num_added = 0
     schedule_times: list[float] = []
@@ -209,6 +213,7 @@ def main() -> None:
     parser.add_argument("--block-size", type=int, default=16)
     parser.add_argument("--prompt-tokens", type=int, default=256, help="mean length of a prompt")
     parser.add_argument("--output-tokens", type=int, default=256, help="mean length of an output")
+    parser.add_argument("--trace", metavar="FILE", help="have the scheduler of `steps` write a trace")
     arguments = parser.parse_args()
     if arguments.what in ("steps", "all"):
         bench_steps(
@@ -217,6 +222,7 @@ def main() -> None:
             arguments.block_size,
             arguments.prompt_tokens,
             arguments.output_tokens,
+            arguments.trace,
         )
     if arguments.what in ("hashing", "all"):
         bench_hashing(100_000, arguments.block_size)

@@ -25,6 +25,8 @@ COMMANDS = {
     "chat": Command("chat", "talk with a model: a server's, or one in this process"),
     "complete": Command("complete", "continue a text, likewise"),
     "bench": Command("bench", "measure a server under load"),
+    "plan": Command("plan", "what a model needs of a GPU, what fits, and how fast it can be"),
+    "doctor": Command("doctor", "which parameters to change, from what a server or a probe measures"),
     "explain": Command("explain", "say why a request of a trace waited, was preempted, slow or refused"),
     "replay": Command("replay", "run a trace's requests again with other parameters, and compare"),
     "collect-env": Command("collect_env", "print what a bug report needs: versions, devices, build"),

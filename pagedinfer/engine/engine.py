@@ -6,6 +6,7 @@ from pagedinfer.beam_search import BeamSearchParams
 from pagedinfer.chat_template import read_template
 from pagedinfer.config import EngineConfig
 from pagedinfer.distributed.worker_group import WorkerGroup
+from pagedinfer.engine.advisor import Advisor
 from pagedinfer.engine.batch import Batch
 from pagedinfer.engine.beam_searches import BeamSearches
 from pagedinfer.engine.garbage import FrozenGarbage
@@ -93,6 +94,14 @@ class LLMEngine:
             overlap = self.worker.device.type == "cuda" and config.scheduling_policy != "priority"
         self._launched = LaunchedSteps()
         self._max_launched = 2 if overlap else 1
+        self.advisor = Advisor(
+            config,
+            self.scheduler,
+            device=str(self.worker.device),
+            dtype=str(self.worker.dtype).removeprefix("torch."),
+            repetition_penalty=self.default_sampling_params.repetition_penalty,
+        )
+        self.advisor.warn_at_start()
         self._num_requests = 0
         self._closed = False
 
@@ -236,6 +245,7 @@ class LLMEngine:
         batch, output, seconds = self._launched.take_result()
         self._observe_costs(batch, seconds)
         updates = self.scheduler.update(batch, output)
+        self.advisor.note_step()
         self._outputs.note_prompts(output.prompts)
         updates, found = self._beam_searches.process(updates)
         return self._outputs.process(updates, self.scheduler) + found

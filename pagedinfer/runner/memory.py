@@ -13,6 +13,8 @@ logger = get_logger(__name__)
 GIB = 1 << 30
 MIB = 1 << 20
 
+_LARGE_GPU = 70 * GIB
+
 
 @dataclass(frozen=True, slots=True)
 class Memory:
@@ -60,6 +62,22 @@ def cpu_memory(root: Path = Path("/")) -> Memory:
             reclaimable = dict(zip(statistics[::2], statistics[1::2], strict=False)).get(cache_field, "0")
             total, free = limit, min(free, max(0, limit - used + int(reclaimable)))
     return Memory(total, free)
+
+
+def default_limits(gpu_bytes: int | None) -> tuple[int, int]:
+    """max_num_seqs and max_num_batched_tokens, by the memory of the GPU; None: on a CPU."""
+    if gpu_bytes is None:
+        return 256, 2048
+    return (1024, 16384) if gpu_bytes >= _LARGE_GPU else (256, 8192)
+
+
+def margin(peak_activations: int) -> int:
+    """Bytes kept free beside a measured peak: kernels that load later, and fragmentation.
+
+    Llama-3-8B with CUDA graphs, 256 requests of 100 to 1,024 tokens on an H200: a largest step of 2.1 GiB was
+    measured, and 542 MiB more than was measured were in use at the peak.
+    """
+    return 256 * MIB + peak_activations // 4
 
 
 def size_kv_cache(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 
 from pagedinfer.engine.batch import AdmittedRequest, Batch, ScheduledRequest
-from pagedinfer.runner.memory import MIB
 from pagedinfer.sampling_params import SamplingParams
 
 
@@ -68,12 +67,3 @@ class GpuMemoryMeter:
         torch.cuda.synchronize(self._device)
         free, _ = torch.cuda.mem_get_info(self._device)
         return max(0, self.free - free - self.held())
-
-
-def margin(peak_activations: int) -> int:
-    """Bytes kept free beside a measured peak: kernels that load later, and fragmentation.
-
-    Llama-3-8B with CUDA graphs, 256 requests of 100 to 1,024 tokens on an H200: a largest step of 2.1 GiB was
-    measured, and 542 MiB more than was measured were in use at the peak.
-    """
-    return 256 * MIB + peak_activations // 4

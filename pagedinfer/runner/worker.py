@@ -24,12 +24,22 @@ from pagedinfer.models.hub import fetch_tokenizer
 from pagedinfer.models.model_config import ModelConfig
 from pagedinfer.models.registry import build_model
 from pagedinfer.models.weights import load_weights
-from pagedinfer.runner.cuda_graphs import decode_sizes
+from pagedinfer.runner.decode_sizes import decode_sizes
 from pagedinfer.runner.device import resolve_device, resolve_dtype
 from pagedinfer.runner.kv_cache import KVCache, KVCacheShape
-from pagedinfer.runner.memory import GIB, MIB, KVCacheSize, Memory, cpu_memory, describe_bytes, size_kv_cache
+from pagedinfer.runner.memory import (
+    GIB,
+    MIB,
+    KVCacheSize,
+    Memory,
+    cpu_memory,
+    default_limits,
+    describe_bytes,
+    margin,
+    size_kv_cache,
+)
 from pagedinfer.runner.model_runner import ModelRunner
-from pagedinfer.runner.profile import GpuMemoryMeter, largest_batch, margin
+from pagedinfer.runner.profile import GpuMemoryMeter, largest_batch
 from pagedinfer.runner.step_result import StepResult
 
 if TYPE_CHECKING:
@@ -37,7 +47,6 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 
-_LARGE_GPU = 70 * GIB
 _TOKENS_BY_PRIORITY = 2048
 _DEFAULT_SWAP_SPACE = 4 * GIB
 _LEAST_GRAPH_BYTES = MIB // 2
@@ -143,12 +152,7 @@ class Worker:
 
     def _limits(self) -> tuple[int, int]:
         """max_num_seqs and max_num_batched_tokens, by the size of the device where they were not given."""
-        if self._meter is None:
-            seqs, tokens = 256, 2048
-        elif self._meter.total >= _LARGE_GPU:
-            seqs, tokens = 1024, 16384
-        else:
-            seqs, tokens = 256, 8192
+        seqs, tokens = default_limits(None if self._meter is None else self._meter.total)
         config = self._config
         if config.scheduling_policy == "priority":  # an urgent request waits for the step under way
             tokens = min(tokens, _TOKENS_BY_PRIORITY)
@@ -277,12 +281,6 @@ class Worker:
     def _profile(self, meter: GpuMemoryMeter, utilization: float) -> int:
         """Runs the largest step; the bytes that it leaves of a share of the memory for the KV cache."""
         config = self._config
-        if config.gpu_memory_utilization > 0.95:
-            logger.warning(
-                "gpu_memory_utilization=%g leaves little for other processes and for fragmentation; above "
-                "0.95 a run may end in an out-of-memory error",
-                config.gpu_memory_utilization,
-            )
         meter.reset_peak()
         weights = meter.peak_reserved()
         max_model_len = config.max_model_len or self._model_config.max_model_len

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from pagedinfer import LLM, SamplingParams
-from pagedinfer.runner.cuda_graphs import DecodeGraphs, decode_sizes
+from pagedinfer.runner.cuda_graphs import DecodeGraphs
+from pagedinfer.runner.decode_sizes import decode_sizes
 from pagedinfer.runner.step_result import DrawnTokens
 from tests.conftest import TinyModel
 

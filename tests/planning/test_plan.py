@@ -1,0 +1,171 @@
+"""Plans: parameters counted as they are laid out, memory as the engine allocates it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from pagedinfer.cli.main import main
+from pagedinfer.config import EngineConfig
+from pagedinfer.errors import OutOfMemoryError
+from pagedinfer.models.model_config import ModelConfig
+from pagedinfer.models.registry import build_model
+from pagedinfer.planning.gpus import GIB, Gpu, find_gpu
+from pagedinfer.planning.parameters import count_parameters, rotary_table_bytes
+from pagedinfer.planning.plan import Settings, make_plan, step_bytes
+from pagedinfer.runner.worker import Worker
+from tests.models.test_families import CASES
+
+LLAMA_3_8B = {
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 8192,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "vocab_size": 128256,
+}
+
+
+def config_of(case: str) -> ModelConfig:
+    name, options = CASES[case]
+    config = getattr(transformers, name)(**options)
+    architecture = transformers.AutoModelForCausalLM._model_mapping[type(config)].__name__
+    return ModelConfig.from_dict(
+        json.loads(config.to_json_string(use_diff=False)) | {"architectures": [architecture]}
+    )
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_parameters_are_counted_as_they_are_laid_out(case: str) -> None:
+    config = config_of(case)
+    model = build_model(config, torch.float32, torch.device("meta"))
+    assert count_parameters(config).total == sum(parameter.numel() for parameter in model.parameters())
+    buffers = sum(buffer.nbytes for buffer in model.buffers())
+    assert rotary_table_bytes(config, config.max_model_len) == pytest.approx(buffers, rel=0.05, abs=1024)
+
+
+def test_parameters_of_models_that_everybody_knows() -> None:
+    assert count_parameters(ModelConfig.from_dict(LLAMA_3_8B)).total == 8_030_261_248
+    mixtral = LLAMA_3_8B | {
+        "architectures": ["MixtralForCausalLM"],
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "vocab_size": 32000,
+    }
+    parameters = count_parameters(ModelConfig.from_dict(mixtral))
+    assert parameters.total == 46_702_792_704
+    assert parameters.expert_share == 0.25
+
+
+@pytest.mark.parametrize("case", ["Qwen2, tied", "OPT", "Mixtral"])
+def test_the_engine_allocates_what_was_planned(case: str, tmp_path: Path) -> None:
+    """Weights with their tables, KV cache, and the tables of the running requests, within 5 %."""
+    name, options = next(CASES[found] for found in CASES if found == case or found.startswith(case))
+    config = getattr(transformers, name)(**options, architectures=[name.replace("Config", "ForCausalLM")])
+    config.save_pretrained(tmp_path)
+    limits: dict[str, Any] = {"max_num_seqs": 64, "kv_cache_memory_bytes": 8 << 20, "dtype": "float32"}
+    model_config = ModelConfig.from_pretrained(tmp_path)
+    engine_config = EngineConfig(model=str(tmp_path), load_format="dummy", device="cpu", **limits)
+    worker = Worker(engine_config, model_config)
+    plan = make_plan(model_config, Gpu("any", 80 * GIB, None, None), Settings(**limits))
+    tensors = [*worker._model.parameters(), *worker._model.buffers()]
+    assert plan.weights == pytest.approx(sum(tensor.nbytes for tensor in tensors), rel=0.05)
+    cache = worker._runner._cache.blocks
+    assert (plan.num_blocks, plan.block_bytes) == (worker.num_blocks, worker.block_bytes)
+    assert plan.kv_cache == cache.nbytes
+    assert plan.max_model_len == worker.max_model_len
+    worker.close()
+
+
+def test_the_largest_step_as_measured_on_an_h200() -> None:
+    """2.1 and 2.2 GiB for 34 and 256 requests; the log of a run of Llama 3 8B's shape."""
+    config = ModelConfig.from_dict(LLAMA_3_8B)
+    for seqs, length, measured in ((34, 16416, 2.1), (256, 768, 2.2)):
+        planned = step_bytes(config, 2, 1, seqs, 16384, length, 16)
+        assert planned / GIB == pytest.approx(measured, rel=0.05)
+
+
+def test_llama_3_8b_on_an_h200_as_measured() -> None:
+    """110.0 GiB of KV cache, 900,128 tokens, where the engine profiled its steps."""
+    settings = Settings(max_num_seqs=256, max_model_len=2128)
+    plan = make_plan(ModelConfig.from_dict(LLAMA_3_8B), find_gpu("H200"), settings)
+    assert plan.weights / GIB == pytest.approx(15.0, rel=0.01)
+    assert plan.num_kv_tokens == pytest.approx(900_128, rel=0.02)
+    assert plan.graphs / (1 << 20) == pytest.approx(164, rel=0.05)
+    assert plan.requests_of(2128) == 256
+    seconds = plan.decode_seconds(256, 512)
+    assert seconds is not None
+    assert seconds == pytest.approx(8.0e-3, rel=0.15)
+    single = plan.decode_seconds(1, 128)
+    assert single is not None
+    assert 1 / single == pytest.approx(286, rel=0.1)
+
+
+def test_a_share_of_several_gpus() -> None:
+    config = ModelConfig.from_dict(LLAMA_3_8B)
+    one = make_plan(config, find_gpu("24GiB"))
+    two = make_plan(config, find_gpu("24GiB"), Settings(tensor_parallel_size=2))
+    assert two.weights == pytest.approx(one.weights / 2, rel=0.01)
+    assert two.block_bytes == one.block_bytes / 2
+    assert two.num_kv_tokens > 4 * one.num_kv_tokens
+
+
+def test_what_does_not_fit_says_what_would() -> None:
+    config = ModelConfig.from_dict(LLAMA_3_8B)
+    with pytest.raises(OutOfMemoryError, match="no room for a KV cache"):
+        make_plan(config, find_gpu("12GiB"))
+    with pytest.raises(OutOfMemoryError, match=r"The largest max_model_len that fits is \d+"):
+        make_plan(config, find_gpu("19GiB"), Settings(max_model_len=8192, max_num_seqs=16))
+    with pytest.raises(ValueError, match="dtype must be one of"):
+        make_plan(config, find_gpu("24GiB"), Settings(dtype="int3"))
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "gib"),
+    [
+        ("h200", "H200", 139.8),
+        ("A100 80GB", "A100-80GB", 79.1),
+        ("24GiB", "24GiB", 24),
+        ("24g", "24g", 22.35),
+    ],
+)
+def test_gpus_by_name_and_by_size(text: str, name: str, gib: float) -> None:
+    gpu = find_gpu(text)
+    assert gpu.name == name
+    assert gpu.memory / GIB == pytest.approx(gib, rel=0.01)
+
+
+@pytest.mark.parametrize("text", ["H20O", "24", "large", ""])
+def test_other_gpus_are_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="--gpu takes a size such as 24GiB or one of B200"):
+        find_gpu(text)
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_3_8B))
+    assert main(["plan", str(tmp_path), "--gpu", "H100-80GB", "--lengths", "1k", "4000"]) == 0
+    text = capsys.readouterr().out
+    for expected in (
+        "weights",
+        "KV cache",
+        "requests of 1,000 tokens",
+        "requests of 4,000 tokens",
+        "tokens/s",
+    ):
+        assert expected in text
+    assert main(["plan", str(tmp_path), "--gpu", "24GiB", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["bytes"]["weights"] > 14 * GIB
+    assert found["decode"] == []
+    assert main(["plan", str(tmp_path), "--gpu", "8GiB"]) == 1
+    assert "no room for a KV cache" in capsys.readouterr().err
