@@ -2,7 +2,8 @@
 
 So a test says in the prompt what is generated. What goes wrong it says in the cache_salt: "fail:3" raises
 in the step of the third token, "die:3" ends the process there, "slow:0.01" makes every step take so many
-seconds, "break" lets the device fail with the first token.
+seconds longer, "pace:0.01" lets one begin every so many seconds, "break" lets the device fail with the first
+token.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ class ScriptedEngine:
         self.requests: dict[str, ScriptedRequest] = {}
         self.statistics = SchedulerCounters()
         self.broken = False
+        self.next_step_at = 0.0
         model = json.loads((Path(config["model"]) / "config.json").read_text())
         self.eos, self.vocab_size = model["eos_token_id"], model["vocab_size"]
         if config["seed"] == 13:
@@ -71,6 +73,9 @@ class ScriptedEngine:
         outputs = [self.output(request_id, request) for request_id, request in running]
         pause = [request.value for _, request in running if request.trouble == "slow"]
         time.sleep(max(pause, default=0.0))
+        pace = [request.value for _, request in running if request.trouble == "pace"]
+        self.next_step_at = max(self.next_step_at, time.monotonic() - 0.1) + max(pace, default=0.0)
+        time.sleep(max(0.0, self.next_step_at - time.monotonic()))
         return outputs
 
     def output(self, request_id: str, request: ScriptedRequest) -> RequestOutput:
