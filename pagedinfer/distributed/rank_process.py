@@ -6,6 +6,7 @@ ends when the engine closes them, or is no more.
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import queue
@@ -84,6 +85,8 @@ def _serve(start: Start, data: Channel, control: Channel, monitor: RankMonitor) 
     monitor.group = group
     config = ModelConfig.from_pretrained(start.folder)
     worker = Worker(start.config, config, num_known_tokens=start.num_known_tokens, group=group)
+    gc.collect()
+    gc.freeze()  # a collection passes over the large imports and the model, and takes no part of a step
     data.send(Kind.READY, encode(_describe(worker)))
     sender = _ResultSender(worker, data, control) if start.rank == 0 else None
     _execute_all(worker, data, monitor, sender)
