@@ -15,7 +15,8 @@ from pagedinfer.errors import EngineDeadError
 _PING_SECONDS = 1.0
 _SILENT_SECONDS = 6.0  # without an answer, of a thread that has nothing else to do
 _HANG_SECONDS = 7.0  # all ranks stand still, and one of them in the middle of a step
-_DEVICE_SECONDS = 300.0  # all have launched a step, and the device does not finish it
+_WORK_SECONDS = 300.0  # all stand still, but a device or a CPU is at work
+_LEAST_WORK = 0.02  # share of a core, of a thread that does anything, on a busy machine, too
 _GRACE_SECONDS = 1.0  # the first news may be of a rank that suffered from the death of another
 
 
@@ -26,6 +27,7 @@ class _Seen:
     asked_at: float  # the first ping that it has not answered
     status: Status | None = None
     moved_at: float = 0.0  # when it was last seen to have got on
+    worked_at: float = 0.0  # when its main thread was last seen to have used its CPU
     is_asked: bool = False
 
 
@@ -135,7 +137,7 @@ class RankWatch:
     def _check_progress(self, last_step: int) -> None:
         now = time.monotonic()
         for rank in self._ranks:
-            seen = self._seen.setdefault(rank.number, _Seen(now, moved_at=now))
+            seen = self._seen.setdefault(rank.number, _Seen(now, moved_at=now, worked_at=now))
             if seen.is_asked and now - seen.asked_at > _SILENT_SECONDS:
                 raise EngineDeadError(
                     f"{rank.name} has not answered for {now - seen.asked_at:.0f} s, "
@@ -151,10 +153,13 @@ class RankWatch:
         if len(self._seen) < len(self._ranks) or any(s.status is None for s in self._seen.values()):
             return
         still = min(now - seen.moved_at for seen in self._seen.values())
+        idle = min(now - seen.worked_at for seen in self._seen.values())
         slowest = min(self._ranks, key=lambda rank: _place(self._seen[rank.number].status))
         status = self._seen[slowest.number].status
         assert status is not None
-        if still > (_HANG_SECONDS if status.in_step or status.step < last_step else _DEVICE_SECONDS):
+        waits_for_device = not status.in_step and status.step == last_step
+        at_rest = not waits_for_device and min(still, idle) > _HANG_SECONDS
+        if at_rest or still > _WORK_SECONDS:
             raise EngineDeadError(
                 f"{slowest.name} hangs {_describe_step(status.step)}: no rank has got on for {still:.0f} s, "
                 f"and this one is the furthest behind. All ranks have been ended{_describe_place(status)}"
@@ -165,8 +170,10 @@ class RankWatch:
         if seen is None:
             return  # the answer to a question of an earlier wait
         before = seen.status
-        if before is None or _place(before) != _place(status) or _computes(before, status):
+        if before is None or _place(before) != _place(status):
             seen.moved_at = time.monotonic()
+        if before is None or status.cpu_seconds - before.cpu_seconds > _LEAST_WORK * _PING_SECONDS:
+            seen.worked_at = time.monotonic()
         seen.status = status
         seen.is_asked = False
 
@@ -175,11 +182,6 @@ def _place(status: Status | None) -> tuple[int, int, bool]:
     """How far a rank is; what is less is further behind."""
     assert status is not None
     return status.step, status.num_collectives, not status.in_step
-
-
-def _computes(before: Status, after: Status) -> bool:
-    """Whether a rank's main thread was at work rather than waiting."""
-    return after.cpu_seconds - before.cpu_seconds > 0.2 * _PING_SECONDS
 
 
 def _describe_step(step: int) -> str:

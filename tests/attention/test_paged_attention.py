@@ -83,9 +83,7 @@ def test_window_of_four_keys(device: torch.device, length: int, query_len: int |
 @pytest.mark.parametrize("window", [0, 90])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_more_tiles_than_blocks(
-    device: torch.device, dtype: torch.dtype, head_dim: int, window: int
-) -> None:
+def test_more_tiles_than_blocks(device: torch.device, dtype: torch.dtype, head_dim: int, window: int) -> None:
     """Several tiles of rows one after another in a block, long and short, among them some that see no key;
     decodes beside them, few or so many that most multiprocessors are given to them."""
     if device.type == "cpu":

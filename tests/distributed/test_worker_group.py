@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -18,6 +19,7 @@ import torch
 from pagedinfer import LLM, DeviceError, SamplingParams, WeightsError
 from pagedinfer.config import EngineConfig
 from pagedinfer.distributed.launch import choose_devices
+from pagedinfer.structured_outputs import StructuredOutputsParams
 from tests.conftest import TinyModel
 from tests.distributed.processes import all_end, is_running, rank_pids
 from tests.models.parity import random_prompts
@@ -75,6 +77,17 @@ def test_outputs_are_those_of_one_rank(params: SamplingParams, one_rank: LLM, tw
                 assert [each and list(each) for each in one.prompt_logprobs] == [
                     each and list(each) for each in other.prompt_logprobs
                 ]
+
+
+@pytest.mark.slow  # each rank imports transformers
+def test_a_structured_output_is_that_of_one_rank(one_rank: LLM, two_ranks: LLM) -> None:
+    pytest.importorskip("llguidance")
+    wanted = StructuredOutputsParams(regex="[a-c]{9}")
+    params = SamplingParams(temperature=0.9, seed=5, structured_outputs=wanted)
+    outputs = [llm.generate(PROMPTS, params, use_tqdm=False) for llm in (one_rank, two_ranks)]
+    for one, other in zip(*outputs, strict=True):
+        assert one.outputs[0].token_ids == other.outputs[0].token_ids
+        assert re.fullmatch("[a-c]{9}", one.outputs[0].text)
 
 
 def test_a_function_of_this_process_is_refused(two_ranks: LLM) -> None:
@@ -148,7 +161,7 @@ def test_a_program_needs_no_guard_and_its_ranks_do_not_outlive_it(
     )
     assert process.stdout is not None
     pids = [int(pid) for pid in process.stdout.readline().split()]
-    assert len(pids) == 2
+    assert len(pids) == 2, process.communicate()[1]
     time.sleep(0.2)
     if how == signal.SIGINT:
         os.killpg(process.pid, how)  # as a terminal does
