@@ -59,6 +59,10 @@ STABLE_TORCH_LIBRARY(pagedinfer, m) {
   m.def(
       "rms_norm(Tensor input, Tensor weight, float epsilon, Tensor(a!) out, Tensor(b!)? residual) "
       "-> ()");
+  // out = RMSNorm(input) * (1 + weight), Gemma's; with an addend, addend + that.
+  m.def(
+      "offset_rms_norm(Tensor input, Tensor weight, float epsilon, Tensor(a!) out, "
+      "Tensor? addend=None) -> ()");
   // Rotates query and key in place by their positions' angles (RoPE).
   m.def(
       "rotary_embedding(Tensor positions, Tensor(a!) query, Tensor(b!)? key, Tensor cos_sin_cache, "
@@ -82,6 +86,23 @@ STABLE_TORCH_LIBRARY(pagedinfer, m) {
   m.def(
       "peer_all_reduce_norm(Tensor(a!) data, Tensor(b!) residual, Tensor weight, float epsilon, "
       "Tensor memories, int rank, int max_bytes) -> ()");
+
+  // ---- mixtures of experts ----
+  // Each token's k best experts with their weights, and all (token, expert) pairs sorted by expert,
+  // in tiles of at most block_rows.
+  m.def(
+      "route_experts(Tensor scores, int block_rows, bool renormalize, Tensor(a!) weights, "
+      "Tensor(b!) experts, Tensor(c!) pairs, Tensor(d!) tiles) -> ()");
+  // out[s] = silu(gate(x)) * up(x) by the expert of pair pairs[s], x its token's row of hidden.
+  m.def(
+      "expert_gate_up(Tensor hidden, Tensor weight, Tensor pairs, Tensor tiles, int block_rows, "
+      "int k, Tensor(a!) out) -> ()");
+  // out[pairs[s]] = down(input[s]) by the same expert.
+  m.def(
+      "expert_down(Tensor input, Tensor weight, Tensor pairs, Tensor tiles, int block_rows, "
+      "Tensor(a!) out) -> ()");
+  // out = the weighted sum of each token's k results.
+  m.def("sum_experts(Tensor results, Tensor weights, Tensor(a!) out) -> ()");
 }
 
 // One entry serves both devices: it looks at its tensors and takes the CPU or the CUDA kernel.
@@ -97,12 +118,17 @@ STABLE_TORCH_LIBRARY(pagedinfer, m) {
   m.impl("sample_tokens", TORCH_BOX(&pagedinfer::sample_tokens));                               \
   m.impl("top_logprobs", TORCH_BOX(&pagedinfer::top_logprobs));                                 \
   m.impl("rms_norm", TORCH_BOX(&pagedinfer::rms_norm));                                         \
+  m.impl("offset_rms_norm", TORCH_BOX(&pagedinfer::offset_rms_norm));                           \
   m.impl("rotary_embedding", TORCH_BOX(&pagedinfer::rotary_embedding));                         \
   m.impl("silu_and_mul", TORCH_BOX(&pagedinfer::silu_and_mul));                                 \
   m.impl("decode_inputs", TORCH_BOX(&pagedinfer::decode_inputs));                               \
   m.impl("keep_tokens", TORCH_BOX(&pagedinfer::keep_tokens));                                   \
   m.impl("peer_all_reduce", TORCH_BOX(&pagedinfer::peer_all_reduce));                           \
-  m.impl("peer_all_reduce_norm", TORCH_BOX(&pagedinfer::peer_all_reduce_norm))
+  m.impl("peer_all_reduce_norm", TORCH_BOX(&pagedinfer::peer_all_reduce_norm));                 \
+  m.impl("route_experts", TORCH_BOX(&pagedinfer::route_experts));                               \
+  m.impl("expert_gate_up", TORCH_BOX(&pagedinfer::expert_gate_up));                             \
+  m.impl("expert_down", TORCH_BOX(&pagedinfer::expert_down));                                   \
+  m.impl("sum_experts", TORCH_BOX(&pagedinfer::sum_experts))
 
 STABLE_TORCH_LIBRARY_IMPL(pagedinfer, CPU, m) { PAGEDINFER_IMPLEMENT(m); }
 #ifdef PAGEDINFER_WITH_CUDA

@@ -47,6 +47,8 @@ void top_logprobs(const Tensor& logits, const Tensor& token_ids, int64_t vocab_s
 
 void rms_norm(const Tensor& input, const Tensor& weight, double epsilon, Tensor out,
               std::optional<Tensor> residual);
+void offset_rms_norm(const Tensor& input, const Tensor& weight, double epsilon, Tensor out,
+                     std::optional<Tensor> addend);
 void rotary_embedding(const Tensor& positions, Tensor query, std::optional<Tensor> key,
                       const Tensor& cos_sin_cache, bool interleaved);
 void silu_and_mul(const Tensor& input, Tensor out);
@@ -59,5 +61,13 @@ void keep_tokens(const Tensor& slots, const Tensor& token_ids, Tensor last_token
 void peer_all_reduce(Tensor data, const Tensor& memories, int64_t rank, int64_t max_bytes);
 void peer_all_reduce_norm(Tensor data, Tensor residual, const Tensor& weight, double epsilon,
                           const Tensor& memories, int64_t rank, int64_t max_bytes);
+
+void route_experts(const Tensor& scores, int64_t block_rows, bool renormalize, Tensor weights,
+                   Tensor experts, Tensor pairs, Tensor tiles);
+void expert_gate_up(const Tensor& hidden, const Tensor& weight, const Tensor& pairs,
+                    const Tensor& tiles, int64_t block_rows, int64_t k, Tensor out);
+void expert_down(const Tensor& input, const Tensor& weight, const Tensor& pairs,
+                 const Tensor& tiles, int64_t block_rows, Tensor out);
+void sum_experts(const Tensor& results, const Tensor& weights, Tensor out);
 
 }  // namespace pagedinfer

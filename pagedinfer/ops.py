@@ -569,6 +569,31 @@ def rms_norm(
     return out
 
 
+def offset_rms_norm(
+    input: Tensor, weight: Tensor, epsilon: float, addend: Tensor | None = None, out: Tensor | None = None
+) -> Tensor:
+    """RMSNorm as Gemma has it: input / sqrt(mean(input^2) + epsilon) * (1 + weight), plus an addend.
+
+    Args:
+        input: dtype [..., hidden]; the last dimension is contiguous, those before the last two have one
+            stride.
+        weight: dtype [hidden], contiguous: the distance of each factor from one.
+        epsilon: added to the mean of squares.
+        addend: dtype [..., hidden], strides as input's: what the norm is added to.
+        out: dtype [..., hidden], strides as input's; may be the addend; allocated contiguous if not given.
+
+    Returns:
+        `out`. Arithmetic is in float32; a half type is rounded to after the norm and after the sum.
+
+    Raises:
+        ValueError: shapes, dtypes, devices or strides that do not fit.
+    """
+    if out is None:
+        out = torch.empty(input.shape, dtype=input.dtype, device=input.device)
+    _ops.offset_rms_norm(input, weight, epsilon, out, addend)
+    return out
+
+
 def rotary_embedding(
     positions: Tensor,
     query: Tensor,
@@ -751,6 +776,98 @@ def peer_all_reduce_norm(
     _ops.peer_all_reduce_norm(data, residual, weight, epsilon, memories, rank, max_bytes)
 
 
+# ---- mixtures of experts -----------------------------------------------------------------------------
+
+
+MOST_EXPERTS = 512
+"""Experts of a layer that `route_experts` takes."""
+MOST_EXPERTS_OF_A_TOKEN = 32
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertRouting:
+    """Which experts the tokens of a step go to, and the work that follows; made by `route_experts`.
+
+    A pair is a token and one of its experts; it has the number token * k + rank.
+    """
+
+    weights: Tensor
+    """float32 [num_tokens, k]"""
+    experts: Tensor
+    """int32 [num_tokens, k]: the best first."""
+    pairs: Tensor
+    """int32 [num_tokens * k]: the pairs of expert 0, then those of 1, ...; in any order within an expert."""
+    tiles: Tensor
+    """int32 [most tiles, 3]: expert, begin and end of a stretch of `pairs` that it has; expert -1: none."""
+    block_rows: int
+    """The most pairs in a tile: 16 or 64."""
+
+
+def route_experts(scores: Tensor, k: int, *, renormalize: bool, block_rows: int = 16) -> ExpertRouting:
+    """The k best experts of each token by softmax of the router's scores (Shazeer et al., 2017).
+
+    Args:
+        scores: dtype [num_tokens, num_experts]; the last dimension is contiguous. At most 512 experts.
+        k: experts a token, at most 32.
+        renormalize: make the weights of a token sum to one.
+        block_rows: the most pairs in a tile. 16 suits few pairs an expert, 64 many.
+
+    Returns:
+        The routing. Softmax is in float32 over all experts; of equal scores the lower expert is first.
+
+    Raises:
+        ValueError: shapes, dtypes or strides that do not fit, or a k or a number of experts out of range.
+    """
+    num_tokens, num_experts = scores.shape
+    num_pairs = num_tokens * k
+    num_tiles = min(num_pairs, num_experts + num_pairs // block_rows)
+
+    def ints(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.int32, device=scores.device)
+
+    routing = ExpertRouting(
+        weights=torch.empty((num_tokens, k), dtype=torch.float32, device=scores.device),
+        experts=ints(num_tokens, k),
+        pairs=ints(num_pairs),
+        tiles=ints(num_tiles, 3),
+        block_rows=block_rows,
+    )
+    _ops.route_experts(
+        scores, block_rows, renormalize, routing.weights, routing.experts, routing.pairs, routing.tiles
+    )
+    return routing
+
+
+def expert_mlp(hidden: Tensor, gate_up: Tensor, down: Tensor, routing: ExpertRouting) -> Tensor:
+    """Each token's experts, gated MLPs with SiLU, and the weighted sum of what they give.
+
+    Three ops: the projections of all experts are one launch each, whose size does not depend on the
+    routing, and so can be captured in a CUDA graph.
+
+    Args:
+        hidden: dtype [num_tokens, hidden], contiguous.
+        gate_up: dtype [num_experts, 2 * inner, hidden], contiguous: the gate's rows, then the other's.
+        down: dtype [num_experts, hidden, inner], contiguous.
+        routing: of these tokens to these experts.
+
+    Returns:
+        dtype [num_tokens, hidden]. Sums are in float32; a half type is rounded to after each projection,
+        after silu and its product, and at the end.
+
+    Raises:
+        ValueError: shapes, dtypes, devices or strides that do not fit; on the GPU also float32, or sizes
+            that are no multiples of 8.
+    """
+    num_pairs, k = routing.pairs.shape[0], routing.experts.shape[1]
+    inner = torch.empty((num_pairs, down.shape[2]), dtype=hidden.dtype, device=hidden.device)
+    _ops.expert_gate_up(hidden, gate_up, routing.pairs, routing.tiles, routing.block_rows, k, inner)
+    results = torch.empty((num_pairs, hidden.shape[1]), dtype=hidden.dtype, device=hidden.device)
+    _ops.expert_down(inner, down, routing.pairs, routing.tiles, routing.block_rows, results)
+    out = torch.empty_like(hidden)
+    _ops.sum_experts(results, routing.weights, out)
+    return out
+
+
 # ---- fakes: what the ops return, for torch.compile and opcheck --------------------------------------
 
 
@@ -765,12 +882,17 @@ def _register_fakes() -> None:
         "sample_tokens",
         "top_logprobs",
         "rms_norm",
+        "offset_rms_norm",
         "rotary_embedding",
         "silu_and_mul",
         "decode_inputs",
         "keep_tokens",
         "peer_all_reduce",
         "peer_all_reduce_norm",
+        "route_experts",
+        "expert_gate_up",
+        "expert_down",
+        "sum_experts",
     ):
         # These only write into their arguments; shapes are checked when the op runs.
         torch.library.register_fake(f"pagedinfer::{name}", lambda *args, **kwargs: None)

@@ -146,6 +146,13 @@ def rms_norm(device: torch.device) -> None:
             ops.rms_norm(input, torch.ones(hidden, device=device, dtype=dtype), 1e-5, residual)
 
 
+def offset_rms_norm(device: torch.device) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        for hidden in (24, 250, 4096, 40_000):
+            input, addend = torch.randn(2, 3, hidden, device=device).to(dtype).unbind()
+            ops.offset_rms_norm(input, torch.ones(hidden, device=device, dtype=dtype), 1e-5, addend)
+
+
 def rotary_embedding(device: torch.device) -> None:
     for dtype in (torch.float32, torch.bfloat16):
         for interleaved in (False, True):
@@ -188,6 +195,17 @@ def peer_all_reduce(device: torch.device) -> None:
             ops.peer_all_reduce_norm(data, residual, weight, 1e-5, memories, 0, 1 << 16)
 
 
+def experts(device: torch.device) -> None:
+    dtypes = (torch.float32, torch.bfloat16) if device.type == "cpu" else (torch.float16, torch.bfloat16)
+    for dtype in dtypes:
+        for num_tokens, block_rows in ((3, 16), (100, 64)):
+            hidden = torch.randn(num_tokens, 72, device=device).to(dtype)
+            scores = torch.randn(num_tokens, 5, device=device).to(dtype)
+            routing = ops.route_experts(scores, 2, renormalize=True, block_rows=block_rows)
+            gate_up = torch.randn(5, 80, 72, device=device).to(dtype)
+            ops.expert_mlp(hidden, gate_up, torch.randn(5, 72, 40, device=device).to(dtype), routing)
+
+
 CALLS: dict[str, Call] = {
     "attention_plan_sizes": attention,
     "attention_plan": attention,
@@ -200,12 +218,17 @@ CALLS: dict[str, Call] = {
     "sample_tokens": sample_tokens,
     "top_logprobs": top_logprobs,
     "rms_norm": rms_norm,
+    "offset_rms_norm": offset_rms_norm,
     "rotary_embedding": rotary_embedding,
     "silu_and_mul": silu_and_mul,
     "decode_inputs": decode_inputs,
     "keep_tokens": decode_inputs,
     "peer_all_reduce": peer_all_reduce,
     "peer_all_reduce_norm": peer_all_reduce,
+    "route_experts": experts,
+    "expert_gate_up": experts,
+    "expert_down": experts,
+    "sum_experts": experts,
 }
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from pagedinfer import ops
 from pagedinfer.distributed.sharding import shard_evenly
 from pagedinfer.layers.activation import gated_activation
 from pagedinfer.layers.linear import Linear
@@ -17,12 +18,12 @@ from pagedinfer.layers.stored_tensor import Piece, StoredTensor
 _GROUPED_CAPABILITIES = (9, 10)
 """Major compute capabilities for which torch has a grouped kernel, of bfloat16; elsewhere it loops."""
 
+_FEW_PAIRS = 64
+"""Up to so many tokens an expert, on average, our kernels are quicker than torch's grouped GEMM."""
+
 
 class Experts(nn.Module):
     """Gated MLPs side by side; `names` are those of gate, up and down in checkpoints.
-
-    The tokens are sorted by expert, and each projection of all experts is one grouped GEMM, which finds on
-    the device how many tokens each expert has.
 
     Each rank has its part of every expert's inner size, so that all have the same to do whatever the router
     picks; `forward` sums over the ranks, unless `placement` defers sums.
@@ -46,20 +47,26 @@ class Experts(nn.Module):
         self.down = placement.parameter(num_experts, hidden_size, self.inner.size)
         self.activation = gated_activation(activation)
         self.names = names
-        self.expert_ids: Tensor
-        self.register_buffer(
-            "expert_ids", torch.arange(num_experts, device=placement.device), persistent=False
+        self.has_kernels = (
+            placement.device.type == "cuda"
+            and placement.dtype != torch.float32
+            and activation == "silu"
+            and num_experts <= ops.MOST_EXPERTS
+            and hidden_size % 8 == 0
+            and self.inner.size % 8 == 0
         )
+        """Whether our own kernels, which are made for half types, serve this layer."""
+        self.has_grouped_gemm = (
+            placement.device.type == "cuda"
+            and placement.dtype == torch.bfloat16
+            and torch.cuda.get_device_capability(placement.device)[0] in _GROUPED_CAPABILITIES
+        )
+        """Whether torch's grouped GEMM is one kernel here."""
 
     @property
     def waits_for_the_device(self) -> bool:
-        """Whether torch's grouped GEMM reads its sizes on the host: a CUDA graph cannot hold that."""
-        weight = self.gate_up
-        return not (
-            weight.is_cuda
-            and weight.dtype == torch.bfloat16
-            and torch.cuda.get_device_capability(weight.device)[0] in _GROUPED_CAPABILITIES
-        )
+        """Whether a step reads on the host how many tokens an expert has: a CUDA graph cannot hold that."""
+        return not (self.has_kernels or self.has_grouped_gemm)
 
     def checkpoint_tensors(self, path: str) -> Iterator[tuple[str, StoredTensor]]:
         """The name of each tensor in a checkpoint, and what this layer takes from it."""
@@ -77,17 +84,32 @@ class Experts(nn.Module):
                 StoredTensor((hidden_size, total), [Piece((outer, inner), down)]),
             )
 
-    def forward(self, hidden: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
-        """The weighted sum of each token's experts.
+    def forward(self, hidden: Tensor, scores: Tensor, k: int, renormalize: bool) -> Tensor:
+        """The weighted sum of each token's k best experts.
 
         Args:
             hidden: dtype [num_tokens, hidden]
-            weights: float32 [num_tokens, k]
-            experts: int64 [num_tokens, k]
+            scores: dtype [num_tokens, num_experts], the router's.
+            k: experts a token.
+            renormalize: make the weights of the k sum to one.
         """
+        pairs_of_an_expert = hidden.shape[0] * k / scores.shape[1]
+        few = pairs_of_an_expert <= _FEW_PAIRS
+        if self.has_kernels and k <= ops.MOST_EXPERTS_OF_A_TOKEN and (few or not self.has_grouped_gemm):
+            block_rows = 16 if pairs_of_an_expert <= 16 else 64
+            routing = ops.route_experts(scores, k, renormalize=renormalize, block_rows=block_rows)
+            return self.group.all_reduce(ops.expert_mlp(hidden, self.gate_up, self.down, routing))
+        weights, experts = scores.softmax(dim=-1, dtype=torch.float32).topk(k, dim=-1)
+        if renormalize:
+            weights = weights / weights.sum(dim=-1, keepdim=True)
+        return self._grouped(hidden, weights, experts)
+
+    def _grouped(self, hidden: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
+        """By torch: the tokens are sorted by expert, and each projection is one grouped GEMM."""
         num_tokens, k = experts.shape
         sorted_experts, order = experts.flatten().sort(stable=True)  # by expert, then by token
-        ends = torch.searchsorted(sorted_experts, self.expert_ids, right=True, out_int32=True)
+        expert_ids = torch.arange(self.gate_up.shape[0], device=experts.device)
+        ends = torch.searchsorted(sorted_experts, expert_ids, right=True, out_int32=True)
         rows = hidden.index_select(0, order // k)
         inner = self.activation(functional.grouped_mm(rows, self.gate_up.mT, offs=ends))
         results = functional.grouped_mm(inner, self.down.mT, offs=ends)
@@ -120,8 +142,4 @@ class MixtureOfExperts(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """[num_tokens, hidden] -> [num_tokens, hidden]"""
-        probabilities = self.gate(hidden).softmax(dim=-1, dtype=torch.float32)
-        weights, experts = probabilities.topk(self.k, dim=-1)
-        if self.renormalize:
-            weights = weights / weights.sum(dim=-1, keepdim=True)
-        return self.experts(hidden, weights, experts)  # type: ignore[no-any-return]
+        return self.experts(hidden, self.gate(hidden), self.k, self.renormalize)  # type: ignore[no-any-return]

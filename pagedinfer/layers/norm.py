@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -53,8 +52,6 @@ class OffsetRMSNorm(nn.Module):
         self.weight = placement.parameter(size)
         self.epsilon = epsilon
 
-    def forward(self, input: Tensor) -> Tensor:
-        """[..., size] -> the same shape"""
-        x = input.float()
-        x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.epsilon)
-        return (x * (1.0 + self.weight.float())).to(input.dtype)
+    def forward(self, input: Tensor, addend: Tensor | None = None) -> Tensor:
+        """[..., size] -> the same shape, added to `addend` if there is one."""
+        return ops.offset_rms_norm(input, self.weight, self.epsilon, addend)

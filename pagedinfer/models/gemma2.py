@@ -66,10 +66,9 @@ class Gemma2DecoderLayer(nn.Module):
         self, hidden: Tensor, positions: Tensor, kv_cache: Tensor, attention: AttentionBatch
     ) -> Tensor:
         attended = self.self_attn(self.input_layernorm(hidden), positions, kv_cache, attention)
-        hidden = hidden + self.post_attention_layernorm(attended)
-        return hidden + self.post_feedforward_layernorm(  # type: ignore[no-any-return]
-            self.mlp(self.pre_feedforward_layernorm(hidden))
-        )
+        hidden = self.post_attention_layernorm(attended, hidden)
+        fed_forward = self.mlp(self.pre_feedforward_layernorm(hidden))
+        return self.post_feedforward_layernorm(fed_forward, hidden)  # type: ignore[no-any-return]
 
 
 class Gemma2Model(nn.Module):
