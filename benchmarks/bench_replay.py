@@ -27,7 +27,7 @@ from pagedinfer.tracing.reader import read_trace
 from pagedinfer.tracing.simulation import simulate, traced_run
 
 SIZES = {  # requests, slots of the traced run, slots of the others, blocks of a smaller cache
-    "llama-3-8b": (256, 256, (64, 16), 2600),
+    "llama-3-8b": (256, 256, (64,), 2600),
     "tiny": (80, 32, (8, 4), 160),
 }
 

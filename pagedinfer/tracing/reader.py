@@ -68,9 +68,9 @@ def _take(trace: Trace, event: dict[str, Any]) -> None:
         return
     if name == "step":
         trace.steps.append(_step(args, seconds))
-    elif name == "waiting":
+    elif event["ph"] == "b" and name == "waiting" and "prompt" in args:
         trace.added.append(_added(event["id"], args, seconds))
-    elif name == "end":
+    elif event["ph"] == "e" and "reason" in args:
         ended = Ended(
             op=args["op"],
             time=seconds,

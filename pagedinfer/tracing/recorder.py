@@ -5,8 +5,6 @@ from __future__ import annotations
 import gzip
 import json
 import time
-import zlib
-from array import array
 from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any, cast
@@ -17,10 +15,12 @@ from pagedinfer.engine.request_update import RequestUpdate
 from pagedinfer.engine.scheduler import Scheduler
 from pagedinfer.engine.scheduler_config import SchedulerConfig
 from pagedinfer.errors import RequestTooLargeError
-from pagedinfer.tracing.content_ids import ContentIds
+from pagedinfer.tracing.checksum import checksum
+from pagedinfer.tracing.content_ids import ContentIds, Ranges
 from pagedinfer.tracing.records import FORMAT
 
 _BUFFER_BYTES = 1 << 16
+_STEPS_PER_COUNTER = 8
 _encode = json.JSONEncoder(separators=(",", ":"), check_circular=False).encode
 
 
@@ -44,10 +44,11 @@ class TracingScheduler(Scheduler):
         self._last_result = 0.0
         self._was_busy = False  # after it there was something left to do: the time up to the next is a step's
         self._op = 0
-        self._states: dict[str, str] = {}  # what each request's track shows
+        self._states: dict[str, tuple[str, str]] = {}  # what each request's track shows, and its id in JSON
+        self._known: dict[str, Ranges] = {}  # the blocks that they came with
         self._open_steps: dict[int, tuple[float, dict[str, Any]]] = {}  # scheduled and not updated
         self._rates = (0.0, 0.0)
-        self._counts = (-1, -1, -1)
+        self._steps_to_counters = 0
         self._write("M", "process_name", args={"name": "pagedinfer"})
         self._write("M", "thread_name", tid=1, args={"name": "steps"})
         about = {"format": FORMAT, "started": time.time(), "config": asdict(config), "engine": engine or {}}
@@ -106,8 +107,9 @@ class TracingScheduler(Scheduler):
             return super().schedule()  # nothing will come of it
         started = self._now()
         rates = (self.costs.swap_bytes_per_second, self.costs.prefill_tokens_per_second)
+        num_tokens = self.counters.num_scheduled_tokens
         batch = super().schedule()
-        record = self._describe(batch)
+        record = self._describe(batch, self.counters.num_scheduled_tokens - num_tokens)
         if rates != self._rates:
             self._rates = record["rates"] = rates
         if batch.is_empty():
@@ -137,16 +139,12 @@ class TracingScheduler(Scheduler):
 
     # ---- what is written ----
 
-    def _describe(self, batch: Batch) -> dict[str, Any]:
+    def _describe(self, batch: Batch, num_tokens: int) -> dict[str, Any]:
         """A `StepRecord` as far as it is known when a step is scheduled; what is empty is left out."""
-        places = array("q")
-        for work in batch.requests:
-            places.extend((work.slot, work.start, work.num_tokens))
-        num_tokens = sum(places[2::3])
         record: dict[str, Any] = {
             "n": batch.step,
             "ops": [self._next_op()],
-            "crc": zlib.crc32(places),
+            "crc": checksum(batch, num_tokens),
             "tokens": num_tokens,
             "requests": len(batch.requests),
             "running": len(self.running),
@@ -187,11 +185,13 @@ class TracingScheduler(Scheduler):
 
     def _note_added(self, request: Request, parent_id: str | None) -> None:
         params = request.sampling_params
+        content = self._contents.ranges(request.token_ids, request.cache_salt)
+        self._known[request.request_id] = content
         args: dict[str, Any] = {
             "op": self._next_op(),
             "prompt": request.num_prompt_tokens,
             "max": params.max_tokens,
-            "content": self._contents.ranges(request.token_ids, request.cache_salt),
+            "content": content,
         }
         optional = {
             "given": request.num_output_tokens,
@@ -202,7 +202,7 @@ class TracingScheduler(Scheduler):
             "parent": parent_id,
         }
         args.update((name, value) for name, value in optional.items() if value)
-        self._states[request.request_id] = "waiting"
+        self._states[request.request_id] = ("waiting", _encode(request.request_id))
         self._write("b", "waiting", id=request.request_id, args=args)
 
     def _note_ended(self, request: Request, op: int, *, outside: bool) -> None:
@@ -211,12 +211,11 @@ class TracingScheduler(Scheduler):
             "op": op,
             "reason": request.status.finish_reason,
             "output": request.num_output_tokens,
-            "content": self._contents.ranges(request.token_ids, request.cache_salt),
+            "content": self._contents.ranges(request.token_ids, request.cache_salt, self._known.pop(name)),
         }
         if outside:
             args["outside"] = True
-        self._write("e", self._states.pop(name), id=name)
-        self._write("n", "end", id=name, args=args)
+        self._write("e", self._states.pop(name)[0], id=name, args=args)
 
     def _write_refused(self, request: Request, error: Exception) -> None:
         self._write("i", "refused", args={"request": request.request_id, "message": str(error)})
@@ -224,18 +223,20 @@ class TracingScheduler(Scheduler):
     def _show(self, requests: Any, state: str) -> None:
         """From now on the tracks of these requests show `state`."""
         for request in requests:
-            name = request.request_id
-            self._write("e", self._states[name], id=name)
-            self._states[name] = state
-            self._write("b", state, id=name)
+            before, name = self._states[request.request_id]
+            self._states[request.request_id] = state, name
+            rest = f'"pid":1,"ts":{round(self._now() * 1e6)},"cat":"request","id":{name}}},\n'
+            if not self._file.closed:
+                self._file.write(f'{{"ph":"e","name":"{before}",{rest}{{"ph":"b","name":"{state}",{rest}')
 
     def _write_counters(self, now: float) -> None:
-        counts = (len(self.running), len(self.waiting) + len(self.forks), self.kv.num_free)
-        if counts[:2] != self._counts[:2]:
-            self._write("C", "requests", now, args={"running": counts[0], "waiting": counts[1]})
-        if counts[2] != self._counts[2]:
-            self._write("C", "free blocks", now, args={"free": counts[2]})
-        self._counts = counts
+        self._steps_to_counters -= 1
+        if self._steps_to_counters > 0 and self.requests:
+            return
+        self._steps_to_counters = _STEPS_PER_COUNTER
+        waiting = len(self.waiting) + len(self.forks)
+        self._write("C", "requests", now, args={"running": len(self.running), "waiting": waiting})
+        self._write("C", "free blocks", now, args={"free": self.kv.num_free})
 
     def _next_op(self) -> int:
         self._op += 1

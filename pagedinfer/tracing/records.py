@@ -8,7 +8,7 @@ and ran, and counters. What replay and explain need stands in the events' `args`
 - `pagedinfer` (metadata, the first line): the scheduler's configuration and the engine's.
 - `waiting` (the begin of a request): an `Added`.
 - `step`: a `StepRecord`.
-- `end` (of a request): an `Ended`.
+- the end of a request's last slice: an `Ended`.
 - `refused`: a request that could never fit, with the message.
 - `reset_prefix_cache`, `abort_all`: calls of that name.
 

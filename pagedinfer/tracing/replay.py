@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
-from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -12,6 +10,7 @@ import numpy as np
 from pagedinfer.engine.batch import Batch, StepOutput
 from pagedinfer.engine.request import RequestStatus
 from pagedinfer.engine.scheduler import Scheduler, SchedulerConfig
+from pagedinfer.tracing.checksum import checksum
 from pagedinfer.tracing.records import StepRecord, Trace
 from pagedinfer.tracing.workload import TracedRequest, requests_of
 
@@ -30,14 +29,6 @@ class ReplayedStep:
     record: StepRecord
     batch: Batch
     same: bool
-
-
-def checksum(batch: Batch) -> int:
-    """Of which slot computes which tokens."""
-    places = array("q")
-    for work in batch.requests:
-        places.extend((work.slot, work.start, work.num_tokens))
-    return zlib.crc32(places)
 
 
 def replay(trace: Trace) -> Iterator[ReplayedStep]:
@@ -113,7 +104,7 @@ class _Replay:
         batch = scheduler.schedule()
         self._batches[record.number] = batch
         same = (
-            checksum(batch) == record.checksum
+            checksum(batch, batch.num_tokens) == record.checksum
             and [admitted.request_id for admitted in batch.admitted] == record.admitted
             and [list(each) for each in scheduler.preempted] == record.preempted
             and (len(batch.swaps_out), len(batch.swaps_in)) == record.swaps
