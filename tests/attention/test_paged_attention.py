@@ -80,14 +80,14 @@ def test_window_of_four_keys(device: torch.device, length: int, query_len: int |
     assert_close(out, expected.transpose(0, 1))
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("window", [0, 90])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_more_tiles_than_blocks(device: torch.device, dtype: torch.dtype, head_dim: int, window: int) -> None:
+def test_more_tiles_than_blocks(dtype: torch.dtype, head_dim: int, window: int) -> None:
     """Several tiles of rows one after another in a block, long and short, among them some that see no key;
     decodes beside them, few or so many that most multiprocessors are given to them."""
-    if device.type == "cpu":
-        pytest.skip("the CPU kernel has no blocks")
+    device = torch.device("cuda")
     options = {"device": device, "dtype": dtype, "head_dim": head_dim, "num_heads": 64, "num_kv_heads": 16}
     chunks = [(n, n + before) for n, before in zip(range(9, 57, 2), [0, 70, 400] * 8, strict=True)]
     chunks += [(90, 8), (33, 300)]
