@@ -34,16 +34,15 @@ struct ScoreScale {
 
 struct KernelParams;
 
-// Where packed row `row` of a prefill tile lies whose first row is of head `first_head` of its
-// group: so many query tokens after the first row's, and at which head. Without a division; exact
-// as long as group * (first_head + row) < 65536.
+// Where packed row `row` of a tile lies whose first row is of head `first_head` of its group: so
+// many query tokens after the first row's, and at which head. Without a division: exact as long as
+// group * (first_head + row) < 2^31.
 struct RowPlace {
   int token, head;
 
   __device__ __forceinline__ RowPlace(const KernelParams& p, int first_head, int row);
 
-  static unsigned reciprocal(int group) { return (65536 + group - 1) / group; }
-  static bool serves(int group) { return group * (group + kPrefillTileRows) <= 65536; }
+  static unsigned reciprocal(int group) { return ((1u << 31) + group - 1) / group; }
 };
 
 struct KernelParams {
@@ -76,7 +75,7 @@ __device__ __forceinline__ int decode_token(const KernelParams& p, int row) {
 
 __device__ __forceinline__ RowPlace::RowPlace(const KernelParams& p, int first_head, int row) {
   const int from = first_head + row;
-  token = static_cast<int>(from * p.group_reciprocal >> 16);
+  token = static_cast<int>(static_cast<uint64_t>(from) * p.group_reciprocal >> 31);
   head = from - token * p.group;
 }
 

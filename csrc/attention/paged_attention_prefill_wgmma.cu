@@ -115,11 +115,7 @@ bool prefill_wgmma_serves(const KernelParams& p, const DeviceLimits& limits) {
   const bool built_for = false;
 #endif
   const bool head_dim = p.op.head_dim == 64 || p.op.head_dim == 128 || p.op.head_dim == 256;
-  // As the warps that fetch Q count.
-  const auto fits = [](int64_t stride) { return stride >= 0 && stride <= UINT32_MAX; };
-  const bool queries =
-      RowPlace::serves(p.group) && fits(p.op.query_stride_token) && fits(p.op.query_stride_head);
-  return built_for && head_dim && queries && p.op.dtype != DType::float32;
+  return built_for && head_dim && p.op.dtype != DType::float32;
 }
 
 cudaError_t launch_prefill_wgmma(const KernelParams& p, cudaStream_t stream) {

@@ -127,20 +127,6 @@ struct Consumer {
     commit_products();
   }
 
-  // Scores of keys that a row does not see: sees(key, last_key), counted from this lane's first.
-  template <typename Sees>
-  __device__ __forceinline__ void mask(const Sees& sees) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int last = last_key[half] - first_key - lane % 4 * 2;
-#pragma unroll
-      for (int i = 0; i < kKeys / 4; ++i) {
-        float& s = scores[i / 2 * 4 + half * 2 + i % 2];
-        if (!sees(i / 2 * 8 + i % 2, last)) s = -INFINITY;
-      }
-    }
-  }
-
   // The scores of the tile become weights.
   __device__ __forceinline__ void weigh() {
     if (p.score.capped) {
@@ -151,9 +137,12 @@ struct Consumer {
       for (float& s : scores) s = -s;
     }
     if (first_key + kKeys - 1 > all_see_to || first_key < all_see_from) {
-      mask([](int offset, int last) { return offset <= last; });
-      if (p.window > 0) {
-        mask([this](int offset, int last) { return offset > last - p.window; });
+#pragma unroll
+      for (int i = 0; i < kKeys / 2; ++i) {
+        const int key = first_key + i / 4 * 8 + lane % 4 * 2 + i % 2;
+        const int end = last_key[i / 2 % 2];
+        const bool seen = key <= end && (p.window == 0 || key > end - p.window);
+        if (!seen) scores[i] = -INFINITY;
       }
     }
     softmax(scores, p.score.factor, maximum, sum, rescale);

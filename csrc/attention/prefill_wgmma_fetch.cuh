@@ -181,20 +181,16 @@ struct QueryFetcher {
         first_row(warp * kRowsAtOnce + static_cast<int>(threadIdx.x) % 32 / kChunks) {}
 
   __device__ __forceinline__ void fetch(uint32_t to, const TileWork& work) const {
-    const int64_t first_token = work.tile.query_start + work.first_token;
-    const T* first = static_cast<const T*>(p.op.query) + first_token * p.op.query_stride_token +
-                     work.kv_head * p.group * p.op.query_stride_head + chunk * 8;
-    const auto stride_token = static_cast<unsigned>(p.op.query_stride_token);
-    const auto stride_head = static_cast<unsigned>(p.op.query_stride_head);
+    const int first_token = work.tile.query_start + work.first_token;
+    const int first_head = work.kv_head * p.group;
 #pragma unroll 4
-    for (int i = 0; i < kRows / kStep; ++i) {
-      const int row = first_row + i * kStep;
+    for (int row = first_row; row < kRows; row += kStep) {
       const bool valid = row < work.rows;
       const RowPlace place(p, work.first_head, valid ? row : 0);
-      const uint64_t offset =
-          static_cast<uint64_t>(static_cast<unsigned>(place.token)) * stride_token +
-          static_cast<uint64_t>(static_cast<unsigned>(place.head)) * stride_head;
-      copy_async(to + PanelRows<HEAD_DIM>::offset(row, chunk), first + offset, valid);
+      const T* from = static_cast<const T*>(p.op.query) +
+                      (first_token + place.token) * p.op.query_stride_token +
+                      (first_head + place.head) * p.op.query_stride_head + chunk * 8;
+      copy_async(to + PanelRows<HEAD_DIM>::offset(row, chunk), from, valid);
     }
     commit_copies();
     wait_copies<0>();
