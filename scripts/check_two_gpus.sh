@@ -36,10 +36,10 @@ engine() { # engine NAME MOST_SECONDS WORKLOADS ARGUMENTS...
 }
 
 nvidia-smi topo -m > "$OUT/topology.log" 2>&1
-part all-reduce 40 "$PYTHON" benchmarks/bench_distributed.py all-reduce --ranks 2 --json "$OUT/all-reduce.json"
+part all-reduce 35 "$PYTHON" benchmarks/bench_distributed.py all-reduce --ranks 2 --json "$OUT/all-reduce.json"
 PAGEDINFER_PEER_ALL_REDUCE_BYTES=0 engine 8b-nccl 50 W3,W2,W1 --model llama-3-8b
-PAGEDINFER_PEER_ALL_REDUCE_BYTES=8388608 engine 8b-peers 40 W3,W2 --model llama-3-8b
-LINES_SHOWN=40 part tests 90 "$PYTHON" -m pytest -v -m gpu tests/distributed/test_gpu.py --durations=8 \
+LINES_SHOWN=40 part tests 80 "$PYTHON" -m pytest -v -m gpu tests/distributed/test_gpu.py --durations=8 \
   -p no:cacheprovider
-PAGEDINFER_PEER_ALL_REDUCE_BYTES=0 engine 70b-nccl 60 1x128x16,32x128x32 --model llama-3-70b --max-num-seqs 64
+PAGEDINFER_PEER_ALL_REDUCE_BYTES=0 engine 70b-nccl 50 1x128x16,32x128x32 --model llama-3-70b --max-num-seqs 64
+PAGEDINFER_PEER_ALL_REDUCE_BYTES=8388608 engine 8b-peers 45 W3,W2 --model llama-3-8b
 part processes-left 10 bash -c 'pgrep -af rank_process || echo none'

@@ -19,7 +19,7 @@ from tests.conftest import TinyModel
 from tests.distributed.processes import rank_pids
 from tests.distributed.rank_pool import RankPool
 from tests.distributed.rank_tasks import logits_and_tokens
-from tests.distributed.test_families import CASES, NUM_TOKENS, PROMPTS, make_case
+from tests.distributed.test_families import NUM_TOKENS, PROMPTS, make_case
 from tests.distributed.test_faults import break_and_wait
 
 pytestmark = pytest.mark.gpu
@@ -35,6 +35,18 @@ OPTIONS: dict[str, Any] = {
     "swap_space": 0.01,
 }
 SMALL = {"num_gpu_blocks_override": 11, "max_model_len": 128, "preemption_mode": "swap"}
+ONE_OF_EACH_FAMILY = [
+    "Qwen2, tied",
+    "Qwen3",
+    "Mistral",
+    "OPT",
+    "GPT-2",
+    "Phi-3",
+    "Gemma 2",
+    "Gemma 3",
+    "Mixtral",
+    "Qwen3-MoE",
+]
 PARAMS = [
     SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True),
     SamplingParams(temperature=0.9, seed=1, max_tokens=40, ignore_eos=True),
@@ -76,7 +88,16 @@ def test_two_gpus(
 
 
 @two_gpus
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("rank", "how"), [(1, signal.SIGKILL), (0, signal.SIGSTOP)])
+def test_a_rank_of_two_gpus_ends(rank: int, how: signal.Signals, tiny_llama: TinyModel) -> None:
+    llm = LLM(tiny_llama.path, **OPTIONS, tensor_parallel_size=2)
+    pid = rank_pids(llm)[rank]
+    message = break_and_wait(llm, lambda: os.kill(pid, how), 0.2)
+    assert f"rank {rank} (process {pid})" in message
+
+
+@two_gpus
+@pytest.mark.parametrize("name", ONE_OF_EACH_FAMILY)
 def test_families_on_two_gpus(name: str, tmp_path: Path, rank_pool: Callable[..., RankPool]) -> None:
     make_case(tmp_path, name)
     task: dict[str, Any] = {"path": str(tmp_path), "prompts": PROMPTS, "num_tokens": NUM_TOKENS}
@@ -85,12 +106,3 @@ def test_families_on_two_gpus(name: str, tmp_path: Path, rank_pool: Callable[...
         for one, other in zip(found_logits, logits, strict=True):
             torch.testing.assert_close(one, other, rtol=0, atol=5e-4)
         assert found_tokens == tokens
-
-
-@two_gpus
-@pytest.mark.parametrize(("rank", "how"), [(1, signal.SIGKILL), (0, signal.SIGSTOP)])
-def test_a_rank_of_two_gpus_ends(rank: int, how: signal.Signals, tiny_llama: TinyModel) -> None:
-    llm = LLM(tiny_llama.path, **OPTIONS, tensor_parallel_size=2)
-    pid = rank_pids(llm)[rank]
-    message = break_and_wait(llm, lambda: os.kill(pid, how), 0.2)
-    assert f"rank {rank} (process {pid})" in message
