@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from pagedinfer import ops
-from pagedinfer.distributed.peer_memory import PeerMemory
+from pagedinfer.distributed.peer_memory import HANDLE_BYTES, PeerMemory
 
 _ALIGNMENT = 16  # bytes
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -37,9 +37,13 @@ class PeerAllReduce:
     def __init__(self, max_bytes: int, rank: int, device: torch.device, exchange: Exchange) -> None:
         self._rank = rank
         self._max_bytes = max_bytes // _ALIGNMENT * _ALIGNMENT
-        memory = PeerMemory(ops.peer_memory_bytes(self._max_bytes), device)
-        self._memory = memory
-        self._addresses = memory.open(exchange(memory.handle()), rank)
+        try:
+            self._memory = PeerMemory(ops.peer_memory_bytes(self._max_bytes), device)
+            handle = self._memory.handle()
+        except RuntimeError:
+            exchange(torch.zeros(HANDLE_BYTES, dtype=torch.uint8))  # which the others cannot open either
+            raise
+        self._addresses = self._memory.open(exchange(handle), rank)
 
     def takes(self, tensor: Tensor) -> bool:
         """Whether a tensor can be summed here."""
