@@ -22,7 +22,6 @@ namespace {
 constexpr int kWarp = 32;
 constexpr int kWarps = 16;
 constexpr int kThreads = kWarp * kWarps;
-constexpr int kMostPerThread = 2;
 
 template <int kRanks, int kPerThread>
 constexpr int kRowsAtOnce = kRanks * kPerThread <= 2 ? 2 : 1;
@@ -131,33 +130,39 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
 }
 
+// Vectors of a row that a thread may have: what there are registers for.
+constexpr int most_per_thread(int num_ranks) { return num_ranks <= 4 ? 2 : 1; }
+
+bool fits(const RmsNormParams& norm, int num_ranks) {
+  const int64_t row_bytes = norm.hidden * size_of(norm.dtype);
+  return row_bytes % kPeerVectorBytes == 0 &&
+         row_bytes <= most_per_thread(num_ranks) * kThreads * kPeerVectorBytes &&
+         vector_width({address_of(norm.residual), address_of(norm.weight)}) == kPeerVectorBytes;
+}
+
 template <typename T, int kPerThread>
 cudaError_t launch(const PeerAllReduceParams& p, const RmsNormParams& norm, cudaStream_t stream) {
   return with_ranks(p.num_ranks, [&]<int kRanks>() {
-    return launch_dependent(peer_all_reduce_norm_kernel<T, kRanks, kPerThread>, kPeerPieces,
-                            kThreads, 0, stream, p, norm);
+    if constexpr (kPerThread <= most_per_thread(kRanks)) {
+      return launch_dependent(peer_all_reduce_norm_kernel<T, kRanks, kPerThread>, kPeerPieces,
+                              kThreads, 0, stream, p, norm);
+    } else {
+      return cudaErrorInvalidValue;  // not reached: see fits()
+    }
   });
 }
 
 template <typename T>
 cudaError_t launch(const PeerAllReduceParams& p, const RmsNormParams& norm, cudaStream_t stream) {
   const int64_t vectors = norm.hidden * static_cast<int64_t>(sizeof(T)) / kPeerVectorBytes;
-  if (vectors <= kThreads) return launch<T, 1>(p, norm, stream);
-  return launch<T, kMostPerThread>(p, norm, stream);
-}
-
-bool fits(const RmsNormParams& norm) {
-  const int64_t row_bytes = norm.hidden * size_of(norm.dtype);
-  return row_bytes % kPeerVectorBytes == 0 &&
-         row_bytes <= kMostPerThread * kThreads * kPeerVectorBytes &&
-         vector_width({address_of(norm.residual), address_of(norm.weight)}) == kPeerVectorBytes;
+  return vectors <= kThreads ? launch<T, 1>(p, norm, stream) : launch<T, 2>(p, norm, stream);
 }
 
 }  // namespace
 
 cudaError_t launch_peer_all_reduce_norm(const PeerAllReduceParams& p, const RmsNormParams& norm,
                                         cudaStream_t stream) {
-  if (!fits(norm)) {
+  if (!fits(norm, p.num_ranks)) {
     const cudaError_t status = launch_peer_all_reduce(p, stream);
     return status == cudaSuccess ? launch_rms_norm(norm, stream) : status;
   }

@@ -98,7 +98,7 @@ class Experts(nn.Module):
         if self.has_kernels and k <= ops.MOST_EXPERTS_OF_A_TOKEN and (few or not self.has_grouped_gemm):
             block_rows = 16 if pairs_of_an_expert <= 16 else 64
             routing = ops.route_experts(scores, k, renormalize=renormalize, block_rows=block_rows)
-            return self.group.all_reduce(ops.expert_mlp(hidden, self.gate_up, self.down, routing))
+            return self._summed(ops.expert_mlp(hidden, self.gate_up, self.down, routing))
         weights, experts = scores.softmax(dim=-1, dtype=torch.float32).topk(k, dim=-1)
         if renormalize:
             weights = weights / weights.sum(dim=-1, keepdim=True)
@@ -118,7 +118,10 @@ class Experts(nn.Module):
         place = torch.empty_like(order).scatter_(0, order, numbers)
         results = results.index_select(0, place).view(num_tokens, k, -1)
         output = (results * weights[..., None]).sum(1)  # multiplied and summed in float32
-        output = output.to(hidden.dtype)
+        return self._summed(output.to(hidden.dtype))
+
+    def _summed(self, output: Tensor) -> Tensor:
+        """Over the ranks, unless the norm that follows does that."""
         return output if self.defers_sum else self.group.all_reduce(output)
 
 
