@@ -16,12 +16,14 @@ STABLE_TORCH_LIBRARY(pagedinfer, m) {
   m.def(
       "attention_plan(Tensor query_start_loc, Tensor seq_lens, Tensor(a!) plan, int num_tokens, "
       "int max_query_len, int num_heads, int num_kv_heads, int head_dim, int block_size, "
-      "int sliding_window, bool deterministic) -> ()");
+      "int sliding_window, bool deterministic, Tensor? prefix_start=None, "
+      "Tensor? prefix_lens=None) -> ()");
   // Causal attention of ragged queries (decode rows and prefill chunks alike) over the paged cache.
   m.def(
       "paged_attention(Tensor query, Tensor kv_cache, Tensor block_table, Tensor query_start_loc, "
       "Tensor seq_lens, Tensor plan, Tensor(a!) workspace, Tensor(b!) out, int max_query_len, "
-      "float scale, int sliding_window, float logit_cap) -> ()");
+      "float scale, int sliding_window, float logit_cap, Tensor? prefix_start=None, "
+      "Tensor? prefix_lens=None, Tensor(c!)? prefix_results=None) -> ()");
 
   // ---- cache ----
   // Writes a step's keys and values into the slots of the cache; slot -1 writes nothing.

@@ -19,11 +19,13 @@ std::tuple<int64_t, int64_t> attention_plan_sizes(const Tensor& query_start_loc,
 void attention_plan(const Tensor& query_start_loc, const Tensor& seq_lens, Tensor plan,
                     int64_t num_tokens, int64_t max_query_len, int64_t num_heads,
                     int64_t num_kv_heads, int64_t head_dim, int64_t block_size,
-                    int64_t sliding_window, bool deterministic);
+                    int64_t sliding_window, bool deterministic, std::optional<Tensor> prefix_start,
+                    std::optional<Tensor> prefix_lens);
 void paged_attention(const Tensor& query, const Tensor& kv_cache, const Tensor& block_table,
                      const Tensor& query_start_loc, const Tensor& seq_lens, const Tensor& plan,
                      Tensor workspace, Tensor out, int64_t max_query_len, double scale,
-                     int64_t sliding_window, double logit_cap);
+                     int64_t sliding_window, double logit_cap, std::optional<Tensor> prefix_start,
+                     std::optional<Tensor> prefix_lens, std::optional<Tensor> prefix_results);
 
 void store_kv(const Tensor& key, const Tensor& value, Tensor kv_cache, const Tensor& slot_mapping);
 void rotary_store_kv(const Tensor& positions, Tensor query, const Tensor& key, const Tensor& value,

@@ -20,7 +20,7 @@ otherwise.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntFlag
 
 import torch
@@ -47,6 +47,23 @@ class AttentionPlan:
     """float32 [workspace length]: partial results of sequences that were split along the KV."""
     max_query_len: int
     """The longest query of the batch that the plan may describe; 1: decode only."""
+    prefixes: SharedPrefixes | None = None
+    """What is read once for several sequences."""
+    prefix_results: Tensor | None = None
+    """float32 [splits, num_tokens, num_heads, head_dim + 2]: partial results of these prefixes."""
+
+
+@dataclass(frozen=True, slots=True)
+class SharedPrefixes:
+    """Groups of sequences whose block tables begin with the same blocks, which are read once for all.
+
+    Sequences start[g] to start[g + 1] - 1 are group g; those from start[-1] on are in none. G: groups.
+    """
+
+    start: Tensor
+    """int32 [G + 1], ascending from 0."""
+    lens: Tensor
+    """int32 [G]: the tokens that are read once, a multiple of 64, less than each member has; 0: none."""
 
 
 def new_attention_plan(
@@ -88,6 +105,7 @@ def attention_plan(
     block_size: int,
     sliding_window: int = 0,
     deterministic: bool = False,
+    prefixes: SharedPrefixes | None = None,
     out: AttentionPlan | None = None,
 ) -> AttentionPlan:
     """Plans a step's attention: splits the batch evenly over the device. All layers share the plan.
@@ -102,6 +120,9 @@ def attention_plan(
         sliding_window: as in `paged_attention`; the layers that share a plan have one window.
         deterministic: split a sequence by its own length alone, so that its result does not depend, to
             the last bit, on the rest of the batch.
+        prefixes: what is to be read once for several sequences (cascade attention). Only where each sequence
+            has one query token, without a window, and not in deterministic mode. On a GPU not in float32.
+            The CPU does not read them apart, and checks that the block tables agree.
         out: buffers from `new_attention_plan` to fill; without it new ones are allocated.
 
     Raises:
@@ -130,8 +151,26 @@ def attention_plan(
         block_size,
         sliding_window,
         deterministic,
+        None if prefixes is None else prefixes.start,
+        None if prefixes is None else prefixes.lens,
     )
-    return out
+    if prefixes is None:
+        return out if out.prefixes is None else replace(out, prefixes=None, prefix_results=None)
+    results = out.prefix_results
+    if results is None:
+        splits = _prefix_splits(num_tokens * num_heads // num_kv_heads, num_kv_heads)
+        shape = (splits, num_tokens, num_heads, head_dim + 2)
+        results = torch.empty(shape, dtype=torch.float32, device=seq_lens.device)
+    return replace(out, prefixes=prefixes, prefix_results=results)
+
+
+def _prefix_splits(num_rows: int, num_kv_heads: int) -> int:
+    """In how many parts a prefix's keys are read, so that even one group of few rows keeps a GPU busy.
+
+    Each part adds partial results to be written and read again. 128 rows are a tile; 132 multiprocessors.
+    """
+    num_blocks = -(-num_rows // 128) * num_kv_heads
+    return max(1, min(8, 132 // num_blocks))
 
 
 def paged_attention(
@@ -194,6 +233,9 @@ def paged_attention(
         scale,
         sliding_window,
         logit_cap,
+        None if plan.prefixes is None else plan.prefixes.start,
+        None if plan.prefixes is None else plan.prefixes.lens,
+        plan.prefix_results,
     )
     return out
 

@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "attention/attention_plan_cuda.h"
+#include "attention/check_prefixes.h"
 #include "common/check.h"
 #include "common/cuda_context.h"
 #include "ops.h"
@@ -94,8 +95,32 @@ void check_attention_lengths(const char* op, const int32_t* query_start_loc,
                    "; expected at most num_tokens=", shape.num_tokens);
 }
 
+void check_shared_prefixes(const char* op, const SharedPrefixes& prefixes,
+                           const int32_t* query_start_loc, const int32_t* seq_lens,
+                           const AttentionPlanShape& shape) {
+  if (prefixes.num_groups == 0) return;
+  PAGEDINFER_CHECK(prefixes.start[0] == 0, op, ": prefix_start[0] is ", prefixes.start[0],
+                   "; expected 0");
+  for (int64_t g = 0; g < prefixes.num_groups; ++g) {
+    const int64_t begin = prefixes.start[g], end = prefixes.start[g + 1], len = prefixes.lens[g];
+    PAGEDINFER_CHECK(begin <= end && end <= shape.num_seqs, op, ": prefix_start[", g, ":", g + 2,
+                     "] is [", begin, ", ", end,
+                     "]; expected it to ascend up to num_seqs=", shape.num_seqs);
+    PAGEDINFER_CHECK(len >= 0 && len % kPrefixLenMultiple == 0, op, ": prefix_lens[", g, "] is ",
+                     len, "; expected a multiple of ", kPrefixLenMultiple);
+    for (int64_t i = begin; i < end; ++i) {
+      PAGEDINFER_CHECK(len < seq_lens[i] || len == 0, op, ": prefix_lens[", g, "] is ", len,
+                       "; expected less than seq_lens[", i, "]=", seq_lens[i], " of its member");
+      PAGEDINFER_CHECK(query_start_loc[i + 1] - query_start_loc[i] == 1, op, ": sequence ", i,
+                       " of a shared prefix has ", query_start_loc[i + 1] - query_start_loc[i],
+                       " query tokens; expected one");
+    }
+  }
+}
+
 uint64_t attention_fingerprint(const int32_t* query_start_loc, const int32_t* seq_lens,
-                               const AttentionPlanShape& shape, int64_t sliding_window) {
+                               const AttentionPlanShape& shape, int64_t sliding_window,
+                               const SharedPrefixes& prefixes) {
   // The finaliser of SplitMix64 (Steele, Lea and Flood, 2014) over a running sum.
   uint64_t hash = 0;
   auto add = [&hash](int64_t value) {
@@ -111,6 +136,10 @@ uint64_t attention_fingerprint(const int32_t* query_start_loc, const int32_t* se
   for (int64_t i = 0; i < shape.num_seqs; ++i) {
     add(query_start_loc[i + 1]);
     add(seq_lens[i]);
+  }
+  for (int64_t g = 0; g < prefixes.num_groups; ++g) {
+    add(prefixes.start[g + 1]);
+    add(prefixes.lens[g]);
   }
   return hash;
 }
@@ -139,7 +168,8 @@ std::tuple<int64_t, int64_t> attention_plan_sizes(const Tensor& query_start_loc,
 void attention_plan(const Tensor& query_start_loc, const Tensor& seq_lens, Tensor plan,
                     int64_t num_tokens, int64_t max_query_len, int64_t num_heads,
                     int64_t num_kv_heads, int64_t head_dim, int64_t block_size,
-                    int64_t sliding_window, bool deterministic) {
+                    int64_t sliding_window, bool deterministic, std::optional<Tensor> prefix_start,
+                    std::optional<Tensor> prefix_lens) {
   const char* op = "attention_plan";
   ArgumentChecker check(op);
   check_query_start_loc(check, op, query_start_loc);
@@ -172,7 +202,11 @@ void attention_plan(const Tensor& query_start_loc, const Tensor& seq_lens, Tenso
           },
       .sliding_window = sliding_window,
       .deterministic = deterministic,
+      .prefixes = checked_shared_prefixes(check, op, prefix_start, prefix_lens, max_query_len,
+                                          sliding_window),
   };
+  PAGEDINFER_CHECK(!deterministic || params.prefixes.num_groups == 0, op,
+                   ": deterministic is set; with shared prefixes a result depends on the batch");
   check_attention_shape(op, params.shape);
   const AttentionPlanSizes sizes = plan_sizes(op, query_start_loc, params.shape);
   PAGEDINFER_CHECK(params.plan_length >= sizes.plan, op, ": plan has ", params.plan_length,
@@ -180,8 +214,10 @@ void attention_plan(const Tensor& query_start_loc, const Tensor& seq_lens, Tenso
 
   if (is_cpu(query_start_loc)) {
     check_attention_lengths(op, params.query_start_loc, params.seq_lens, params.shape);
-    const uint64_t fingerprint = attention_fingerprint(params.query_start_loc, params.seq_lens,
-                                                       params.shape, sliding_window);
+    check_shared_prefixes(op, params.prefixes, params.query_start_loc, params.seq_lens,
+                          params.shape);
+    const uint64_t fingerprint = attention_fingerprint(
+        params.query_start_loc, params.seq_lens, params.shape, sliding_window, params.prefixes);
     params.plan[0] = static_cast<int32_t>(fingerprint);
     params.plan[1] = static_cast<int32_t>(fingerprint >> 32);
     return;

@@ -41,7 +41,17 @@ struct PlanKernelParams {
   int32_t* plan;
   int num_seqs, group, num_kv_heads, sliding_window, grid;
   bool deterministic;
+  SharedPrefixes prefixes;
 };
+
+// How many keys of a sequence are read with the prefix of its group.
+__device__ int prefix_len(const SharedPrefixes& prefixes, int seq) {
+  int len = 0;
+  for (int g = 0; g < prefixes.num_groups; ++g) {
+    if (seq >= prefixes.start[g] && seq < prefixes.start[g + 1]) len = prefixes.lens[g];
+  }
+  return len;
+}
 
 struct Counts {
   int tiles, decode_seqs, zero_runs, prefill_tiles;
@@ -178,7 +188,9 @@ __global__ __launch_bounds__(kThreads) void attention_plan_kernel(
       if (s.query_len > 0 && s.seq_len <= 0) {
         mine.zero_runs = 1;
       } else if (s.query_len > 0 && is_decode(s.query_len, p.group)) {
-        s.first_key = first_key(s.seq_len, s.query_len, p.sliding_window);
+        s.first_key = p.prefixes.num_groups > 0
+                          ? prefix_len(p.prefixes, seq)
+                          : first_key(s.seq_len, s.query_len, p.sliding_window);
         s.first_tile = s.first_key / kTileTokens;
         s.num_tiles = ceil_div(s.seq_len, kTileTokens) - s.first_tile;
         mine.decode_seqs = 1;
@@ -289,6 +301,7 @@ cudaError_t launch_attention_plan(const AttentionPlanParams& params, cudaStream_
       .sliding_window = window_of(params.sliding_window),
       .grid = grid,
       .deterministic = params.deterministic,
+      .prefixes = params.prefixes,
   };
   attention_plan_kernel<<<1, kThreads, 0, stream>>>(kernel_params);
   return cudaGetLastError();

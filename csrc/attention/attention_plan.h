@@ -8,6 +8,8 @@
 
 #include <cstdint>
 
+#include "attention/shared_prefixes.h"
+
 namespace pagedinfer {
 
 // What the lengths of a plan's buffers depend on. Known on the host.
@@ -28,8 +30,9 @@ struct AttentionPlanParams {
   int32_t* plan;                   // [plan_length], written
   int64_t plan_length;  // at least what the sizes say; buffers may be made for larger batches
   AttentionPlanShape shape;
-  int64_t sliding_window;  // keys that a query sees, itself included; 0: all
-  bool deterministic;      // cut a sequence by its own length alone
+  int64_t sliding_window;   // keys that a query sees, itself included; 0: all
+  bool deterministic;       // cut a sequence by its own length alone
+  SharedPrefixes prefixes;  // keys that the sequences' own work leaves out
 };
 
 // ---- checks and the CPU's plan; these throw std::invalid_argument ----
@@ -50,8 +53,15 @@ AttentionPlanSizes attention_plan_sizes_cpu();
 void check_attention_lengths(const char* op, const int32_t* query_start_loc,
                              const int32_t* seq_lens, const AttentionPlanShape& shape);
 
+// CPU tensors: groups that do not ascend or go beyond the batch, a prefix that is as long as a
+// member or no multiple of kPrefixLenMultiple, a member that has not one query token.
+void check_shared_prefixes(const char* op, const SharedPrefixes& prefixes,
+                           const int32_t* query_start_loc, const int32_t* seq_lens,
+                           const AttentionPlanShape& shape);
+
 // A hash of everything that a plan may depend on, apart from the capacity of its buffers.
 uint64_t attention_fingerprint(const int32_t* query_start_loc, const int32_t* seq_lens,
-                               const AttentionPlanShape& shape, int64_t sliding_window);
+                               const AttentionPlanShape& shape, int64_t sliding_window,
+                               const SharedPrefixes& prefixes);
 
 }  // namespace pagedinfer

@@ -5,6 +5,7 @@
 #include "attention/attention_plan.h"
 #include "attention/attention_plan_cuda.h"
 #include "attention/attention_work.h"
+#include "attention/check_prefixes.h"
 #include "attention/paged_attention_cuda.h"
 #include "common/check.h"
 #include "common/cuda_context.h"
@@ -27,12 +28,15 @@ void check_buffers(const PagedAttentionParams& params, const AttentionPlanSizes&
 // What can be looked at when the tensors lie in CPU memory: the plan's batch, lengths, block ids.
 void check_contents(const PagedAttentionParams& p, const AttentionPlanShape& shape) {
   check_attention_lengths(kOp, p.query_start_loc, p.seq_lens, shape);
+  check_shared_prefixes(kOp, p.prefixes, p.query_start_loc, p.seq_lens, shape);
   const uint64_t planned = static_cast<uint32_t>(p.plan[0]) |
                            static_cast<uint64_t>(static_cast<uint32_t>(p.plan[1])) << 32;
   PAGEDINFER_CHECK(
-      planned == attention_fingerprint(p.query_start_loc, p.seq_lens, shape, p.sliding_window), kOp,
+      planned ==
+          attention_fingerprint(p.query_start_loc, p.seq_lens, shape, p.sliding_window, p.prefixes),
+      kOp,
       ": plan was made for another batch; expected attention_plan over this query_start_loc, "
-      "seq_lens, sliding_window=",
+      "seq_lens, prefixes, sliding_window=",
       p.sliding_window, " and shapes (num_tokens=", p.num_tokens, ", num_heads=", p.num_heads,
       ", num_kv_heads=", p.num_kv_heads, ", head_dim=", p.head_dim, ", block_size=", p.block_size,
       ")");
@@ -51,6 +55,40 @@ void check_contents(const PagedAttentionParams& p, const AttentionPlanShape& sha
                        "] is ", table[b], "; expected a block id below num_blocks=", p.num_blocks);
     }
   }
+  // The CPU does not read a prefix apart, but what a GPU would compute must be the same.
+  for (int64_t g = 0; g < p.prefixes.num_groups; ++g) {
+    const int64_t first = p.prefixes.start[g];
+    const int32_t* shared = p.block_table + first * p.block_table_stride;
+    for (int64_t i = first; i < p.prefixes.start[g + 1]; ++i) {
+      const int32_t* table = p.block_table + i * p.block_table_stride;
+      for (int64_t b = 0; b < p.prefixes.lens[g] / p.block_size; ++b) {
+        PAGEDINFER_CHECK(table[b] == shared[b], kOp, ": block_table[", i, ", ", b, "] is ",
+                         table[b], "; expected ", shared[b], ", as in row ", first,
+                         " of the same shared prefix");
+      }
+    }
+  }
+}
+
+// How many parts each prefix is computed in: as many as there is room for.
+int64_t checked_prefix_splits(ArgumentChecker& check, const SharedPrefixes& prefixes,
+                              const std::optional<Tensor>& results, const AttentionPlanShape& shape,
+                              DType dtype) {
+  if (prefixes.num_groups == 0) return 0;
+  PAGEDINFER_CHECK(results.has_value(), kOp, ": prefix_results is missing");
+  check.dtype("prefix_results", *results, ScalarType::Float);
+  check.same_device("prefix_results", *results);
+  check.contiguous("prefix_results", *results);
+  PAGEDINFER_CHECK(
+      results->dim() == 4 && results->size(0) >= 1 && results->size(1) == shape.num_tokens &&
+          results->size(2) == shape.num_heads && results->size(3) == shape.head_dim + 2,
+      kOp, ": prefix_results has shape ", shape_of(*results),
+      "; expected [splits, num_tokens=", shape.num_tokens, ", num_heads=", shape.num_heads,
+      ", head_dim + 2=", shape.head_dim + 2, "], splits at least 1");
+  PAGEDINFER_CHECK(is_cpu(*results) || dtype != DType::float32, kOp,
+                   ": shared prefixes in float32 are for the CPU; a GPU reads them in float16 and "
+                   "bfloat16");
+  return results->size(0);
 }
 
 }  // namespace
@@ -58,7 +96,8 @@ void check_contents(const PagedAttentionParams& p, const AttentionPlanShape& sha
 void paged_attention(const Tensor& query, const Tensor& kv_cache, const Tensor& block_table,
                      const Tensor& query_start_loc, const Tensor& seq_lens, const Tensor& plan,
                      Tensor workspace, Tensor out, int64_t max_query_len, double scale,
-                     int64_t sliding_window, double logit_cap) {
+                     int64_t sliding_window, double logit_cap, std::optional<Tensor> prefix_start,
+                     std::optional<Tensor> prefix_lens, std::optional<Tensor> prefix_results) {
   ArgumentChecker check(kOp);
   check.shape("query", query, {"num_tokens", "num_heads", "head_dim"});
   check.shape("kv_cache", kv_cache, {"num_blocks", "2", "num_kv_heads", "block_size", "head_dim"});
@@ -111,6 +150,11 @@ void paged_attention(const Tensor& query, const Tensor& kv_cache, const Tensor& 
   PAGEDINFER_CHECK(std::isfinite(logit_cap) && logit_cap >= 0, kOp, ": logit_cap is ", logit_cap,
                    "; expected a finite number >= 0 (0: no cap)");
 
+  const SharedPrefixes prefixes =
+      checked_shared_prefixes(check, kOp, prefix_start, prefix_lens, max_query_len, sliding_window);
+  const int64_t prefix_splits =
+      checked_prefix_splits(check, prefixes, prefix_results, shape, dtype);
+
   const PagedAttentionParams params{
       .query = query.const_data_ptr(),
       .kv_cache = kv_cache.const_data_ptr(),
@@ -139,6 +183,10 @@ void paged_attention(const Tensor& query, const Tensor& kv_cache, const Tensor& 
       .scale = static_cast<float>(scale),
       .logit_cap = static_cast<float>(logit_cap),
       .dtype = dtype,
+      .prefixes = prefixes,
+      .prefix_results =
+          prefix_splits == 0 ? nullptr : static_cast<float*>(prefix_results->mutable_data_ptr()),
+      .prefix_splits = prefix_splits,
   };
   if (params.num_tokens == 0) return;
 

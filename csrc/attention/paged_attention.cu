@@ -8,6 +8,9 @@
 //                                               else paged_attention_prefill_mma.cu
 //   fp32          paged_attention_fp32.cu       paged_attention_fp32.cu
 //
+// A batch with shared prefixes has paged_attention_prefill_mma.cu compute them first; the decode
+// kernel folds them into its own results.
+//
 // The decode kernel is always launched: only the device knows whether a batch has decode sequences
 // or padded rows. The prefill kernel is not where max_query_len says that there is nothing for it.
 #include "attention/paged_attention_cuda.h"
@@ -49,6 +52,10 @@ cudaError_t launch_paged_attention(const PagedAttentionParams& params, cudaStrea
                                : wgmma ? launch_prefill_wgmma(p, stream)
                                        : launch_prefill_mma(p, stream);
     p.beside_prefill = wgmma;
+    if (status != cudaSuccess) return status;
+  }
+  if (params.prefixes.num_groups > 0) {
+    const cudaError_t status = launch_shared_prefixes(p, stream);
     if (status != cudaSuccess) return status;
   }
   return fp32 ? launch_decode_fp32(p, stream) : launch_decode(p, stream);

@@ -16,6 +16,7 @@
 
 #include <cstdint>
 
+#include "attention/shared_prefixes.h"
 #include "common/dtype.h"
 
 namespace pagedinfer {
@@ -39,8 +40,12 @@ struct PagedAttentionParams {
   int64_t max_query_len;  // as the plan's buffers were sized for: no sequence has more query tokens
   int64_t sliding_window;  // keys that a query sees, itself included; 0: all
   float scale;
-  float logit_cap;  // 0: none
-  DType dtype;      // of query, kv_cache and out
+  float logit_cap;          // 0: none
+  DType dtype;              // of query, kv_cache and out
+  SharedPrefixes prefixes;  // as in the plan
+  // [prefix_splits, num_tokens, num_heads, head_dim + 2]: room for the prefixes' partial results
+  float* prefix_results;
+  int64_t prefix_splits;
 };
 
 }  // namespace pagedinfer

@@ -426,7 +426,8 @@ __global__ __launch_bounds__(
         rows = {.query_start = sequence.query_start,
                 .kv_head = kv_head,
                 .first_row = first_row,
-                .rows = smaller(kDecodeRows, sequence.query_len * p.group - first_row)};
+                .rows = smaller(kDecodeRows, sequence.query_len * p.group - first_row),
+                .has_prefix = p.op.prefixes.num_groups > 0 && sequence.first_key > 0};
         attention.start(p, sequence, rows, query);
       }
       if (p.stages == 3) {

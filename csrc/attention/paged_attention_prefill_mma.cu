@@ -23,7 +23,12 @@
 // Shared memory: Q [M]; two buffers of a tile's (K, V); the block ids of the next tiles. One
 // barrier a tile.
 //
-// Template: T, the element type; HEAD_DIM.
+// Shared prefixes (SHARED; shared_prefixes.h): the members of a group are the query tokens of one
+// long query that sees all keys of the prefix. Tiles come from the groups, not from the plan, and
+// blockIdx.y is one of prefix_splits parts of the keys. What is written is not `out` but
+// PrefixResults (partial_results.cuh), for the decode kernel to fold in.
+//
+// Template: T, the element type; HEAD_DIM; SHARED.
 //
 // Invariants: keys outside key_begin .. seq_len - 1 are never read: their shared memory is zeroed
 // (0 * NaN would be NaN). Only tiles that some row does not see whole are masked.
@@ -98,7 +103,44 @@ __device__ __forceinline__ void load_keys(const KernelParams& p, const TileWork&
   }
 }
 
-template <typename T, int HEAD_DIM>
+// The `index`th tile of rows of the groups; false: there are not so many.
+__device__ bool shared_tile(const KernelParams& p, int index, PrefillTile* tile) {
+  const SharedPrefixes& prefixes = p.op.prefixes;
+  for (int g = 0; g < prefixes.num_groups; ++g) {
+    const int first = prefixes.start[g], members = prefixes.start[g + 1] - first;
+    const int len = prefixes.lens[g];
+    const int tiles = len > 0 ? ceil_div(members * p.group, kPrefillTileRows) : 0;
+    if (index < tiles) {
+      *tile = {.seq = first,
+               .query_start = p.op.query_start_loc[first],
+               .query_len = members,
+               .seq_len = len,
+               .first_row = index * kPrefillTileRows};
+      return true;
+    }
+    index -= tiles;
+  }
+  return false;
+}
+
+// The work of this block; false if there is none.
+template <int HEAD_DIM, bool SHARED>
+__device__ bool find_tile(const KernelParams& p, PrefillTile* tile) {
+  using Traits = PrefillTraits<HEAD_DIM>;
+  const int sub_tile = blockIdx.x / static_cast<int>(p.op.num_kv_heads);
+  const int index = sub_tile / Traits::kSubTiles;
+  if constexpr (SHARED) {
+    if (!shared_tile(p, index, tile)) return false;
+  } else {
+    const PlanView plan(p);
+    if (index >= plan.header->num_prefill_tiles) return false;
+    *tile = plan.prefill_tiles[index];
+  }
+  tile->first_row += sub_tile % Traits::kSubTiles * Traits::kRows;
+  return tile->first_row < tile->query_len * p.group;
+}
+
+template <typename T, int HEAD_DIM, bool SHARED>
 __global__ __launch_bounds__(kThreads,
                              2) void prefill_mma_kernel(const __grid_constant__ KernelParams p) {
   using Traits = PrefillTraits<HEAD_DIM>;
@@ -109,15 +151,12 @@ __global__ __launch_bounds__(kThreads,
   extern __shared__ __align__(128) char shared[];
   __shared__ int ids[2][Traits::kMaxIds];
 
-  const PlanView plan(p);
-  const int heads = static_cast<int>(p.op.num_kv_heads);
-  const int sub_tile = blockIdx.x / heads;
-  const int tile_index = sub_tile / Traits::kSubTiles;
-  if (tile_index >= plan.header->num_prefill_tiles) return;
-  PrefillTile tile = plan.prefill_tiles[tile_index];
-  tile.first_row += sub_tile % Traits::kSubTiles * Traits::kRows;
-  if (tile.first_row >= tile.query_len * p.group) return;
-  const TileWork work(p, tile, blockIdx.x % heads, Traits::kRows, kKeys);
+  PrefillTile tile;
+  if (!find_tile<HEAD_DIM, SHARED>(p, &tile)) return;
+  const int kv_head = blockIdx.x % static_cast<int>(p.op.num_kv_heads);
+  const TileWork work = SHARED ? TileWork(p, tile, kv_head, Traits::kRows, kKeys, blockIdx.y,
+                                          static_cast<int>(p.op.prefix_splits))
+                               : TileWork(p, tile, kv_head, Traits::kRows, kKeys);
 
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const uint32_t queries = shared_address(shared);
@@ -198,7 +237,7 @@ __global__ __launch_bounds__(kThreads,
       }
     }
     const int first_key = key_tile * kKeys;
-    if (work.is_masked(first_key, kKeys)) {
+    if (!SHARED && work.is_masked(first_key, kKeys)) {
 #pragma unroll
       for (int r = 0; r < kRowTiles; ++r) {
 #pragma unroll
@@ -288,6 +327,32 @@ __global__ __launch_bounds__(kThreads,
     }
   }
 
+  if constexpr (SHARED) {
+    wait_copies<0>();  // of Q, if there was no tile of keys
+    const PrefixResults<HEAD_DIM> results(p);
+#pragma unroll
+    for (int r = 0; r < kRowTiles; ++r) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        float l = sum[r][half];
+        l += __shfl_xor_sync(kWarpMask, l, 1);
+        l += __shfl_xor_sync(kWarpMask, l, 2);
+        const int row = warp * Traits::kWarpRows + r * 16 + half * 8 + lane / 4;
+        if (row >= work.rows) continue;
+        const int64_t at =
+            blockIdx.y * results.rows + row_offset(p, work.tile.query_start, work.kv_head,
+                                                   work.tile.first_row + row, p.op.num_heads, 1);
+        if (lane % 4 == 0) results.scales[at] = {maximum[r][half], l};
+#pragma unroll
+        for (int d = 0; d < HEAD_DIM / 8; ++d) {
+          *reinterpret_cast<float2*>(results.sums + at * HEAD_DIM + d * 8 + lane % 4 * 2) = {
+              sums[r][d][half * 2], sums[r][d][half * 2 + 1]};
+        }
+      }
+    }
+    return;
+  }
+
   // Out, through the warp's own rows of Q's place, so that whole rows are written 16 bytes at a
   // time. (Without a tile of keys the copies of Q may still be under way.)
   wait_copies<0>();
@@ -319,26 +384,37 @@ __global__ __launch_bounds__(kThreads,
   }
 }
 
-template <typename T, int HEAD_DIM>
-cudaError_t launch(const KernelParams& p, cudaStream_t stream) {
+template <typename T, int HEAD_DIM, bool SHARED>
+cudaError_t launch(const KernelParams& p, int64_t tiles, int splits, cudaStream_t stream) {
   using Traits = PrefillTraits<HEAD_DIM>;
-  const auto kernel = prefill_mma_kernel<T, HEAD_DIM>;
+  const auto kernel = prefill_mma_kernel<T, HEAD_DIM, SHARED>;
   const cudaError_t status = cudaFuncSetAttribute(
       kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Traits::kSharedBytes);
   if (status != cudaSuccess) return status;
-  const int64_t tiles =
-      max_prefill_tiles(p.op.num_seqs, p.op.num_tokens, p.op.max_query_len, p.group);
   const auto blocks = static_cast<unsigned>(tiles * Traits::kSubTiles * p.op.num_kv_heads);
-  kernel<<<blocks, kThreads, Traits::kSharedBytes, stream>>>(p);
+  kernel<<<dim3(blocks, splits), kThreads, Traits::kSharedBytes, stream>>>(p);
   return cudaGetLastError();
 }
 
 }  // namespace
 
 cudaError_t launch_prefill_mma(const KernelParams& p, cudaStream_t stream) {
+  const int64_t tiles =
+      max_prefill_tiles(p.op.num_seqs, p.op.num_tokens, p.op.max_query_len, p.group);
   return dispatch_half_type(p.op.dtype, [&](auto type) {
     return dispatch_head_dim(p.op.head_dim, [&](auto head_dim) {
-      return launch<typename decltype(type)::Type, head_dim.value>(p, stream);
+      return launch<typename decltype(type)::Type, head_dim.value, false>(p, tiles, 1, stream);
+    });
+  });
+}
+
+cudaError_t launch_shared_prefixes(const KernelParams& p, cudaStream_t stream) {
+  // As many as there may be: each group may fill its last tile in part.
+  const int64_t tiles = p.op.num_tokens * p.group / kPrefillTileRows + p.op.prefixes.num_groups;
+  const auto splits = static_cast<int>(p.op.prefix_splits);
+  return dispatch_half_type(p.op.dtype, [&](auto type) {
+    return dispatch_head_dim(p.op.head_dim, [&](auto head_dim) {
+      return launch<typename decltype(type)::Type, head_dim.value, true>(p, tiles, splits, stream);
     });
   });
 }

@@ -110,6 +110,7 @@ struct WarpSums {
 struct UnitRows {
   int query_start, kv_head;
   int first_row, rows;
+  bool has_prefix = false;  // the results of a shared prefix are to be folded in
 };
 
 // What WARPS warps have left in shared memory: (m, l) of each warp and row, and WarpSums, those of
@@ -136,6 +137,31 @@ struct WarpResults {
 #pragma unroll
     for (int w = 0; w < WARPS; ++w) state.add(scale[w], value[w], reference);
     return state;
+  }
+};
+
+// The results of shared prefixes, which one kernel writes and the next reads: of each split, row
+// and head. `row_head`: row * num_heads + head.
+//
+//   sums     [prefix_splits, num_tokens, num_heads, D]   float32
+//   scales   [prefix_splits, num_tokens, num_heads]      float2 (m, l)
+template <int HEAD_DIM>
+struct PrefixResults {
+  float* sums;
+  float2* scales;
+  int64_t rows;  // of a split
+
+  __device__ __forceinline__ explicit PrefixResults(const KernelParams& p)
+      : sums(p.op.prefix_results),
+        scales(
+            reinterpret_cast<float2*>(p.op.prefix_results + p.op.prefix_splits * p.op.num_tokens *
+                                                                p.op.num_heads * HEAD_DIM)),
+        rows(p.op.num_tokens * p.op.num_heads) {}
+
+  __device__ __forceinline__ RowState load(int split, int64_t row_head, int column) const {
+    const int64_t at = split * rows + row_head;
+    const float2 scale = scales[at];
+    return {scale.x, scale.y, *reinterpret_cast<const float4*>(sums + at * HEAD_DIM + column)};
   }
 };
 
@@ -197,11 +223,16 @@ struct PartWriter {
   }
 
   __device__ __forceinline__ void output(const UnitRows& unit, int row, int column,
-                                         const RowState& state) const {
-    T* out = static_cast<T*>(p.op.out) + decode_row_offset(p, unit.query_start, unit.kv_head,
-                                                           unit.first_row + row,
-                                                           p.op.num_heads * HEAD_DIM, HEAD_DIM);
-    store_row(out + column, state.normalized());
+                                         RowState state) const {
+    const int64_t at = decode_row_offset(p, unit.query_start, unit.kv_head, unit.first_row + row,
+                                         p.op.num_heads, 1);
+    if (unit.has_prefix) {
+      const PrefixResults<HEAD_DIM> results(p);
+      for (int split = 0; split < p.op.prefix_splits; ++split) {
+        state.fold(results.load(split, at, column));
+      }
+    }
+    store_row(static_cast<T*>(p.op.out) + at * HEAD_DIM + column, state.normalized());
   }
 
   template <typename Body>

@@ -30,6 +30,19 @@ struct TileWork {
     num_tiles = larger(0, ceil_div(last_position + 1, tile_keys) - first_tile);
   }
 
+  // A tile of the rows of a shared prefix, which all see all of its keys: one of `splits` parts of
+  // these, which may have none.
+  __device__ __forceinline__ TileWork(const KernelParams& p, const PrefillTile& tile, int kv_head,
+                                      int tile_rows, int tile_keys, int split, int splits)
+      : tile(tile), kv_head(kv_head), key_begin(0), all_see_from(0) {
+    rows = smaller(tile_rows, tile.query_len * p.group - tile.first_row);
+    all_see_to = tile.seq_len - 1;
+    const int tiles = ceil_div(tile.seq_len, tile_keys);
+    const int part = ceil_div(tiles, splits);
+    first_tile = split * part;
+    num_tiles = larger(0, smaller(part, tiles - first_tile));
+  }
+
   // The last key that a row of the tile sees; rows that do not exist are counted on.
   __device__ __forceinline__ int last_key(const KernelParams& p, int row) const {
     return tile.seq_len - tile.query_len + (tile.first_row + row) / p.group;
