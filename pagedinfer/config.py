@@ -62,6 +62,7 @@ class EngineConfig:
     master_addr: str = "127.0.0.1"  # of node 0
     master_port: int = 29500
     enforce_eager: bool = False
+    disable_cascade_attn: bool = False
     async_scheduling: bool | None = None  # None: with a GPU, unless by priority
     trace: str | None = None  # a file
     max_logprobs: int = 20  # -1: no limit
@@ -80,6 +81,7 @@ class EngineConfig:
             "enable_chunked_prefill",
             "enable_prefix_caching",
             "enforce_eager",
+            "disable_cascade_attn",
         ):
             _check_bool(name, getattr(self, name))
         if self.async_scheduling is not None:

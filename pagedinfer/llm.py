@@ -90,6 +90,8 @@ class LLM:
         master_port: where they reach it; free here.
         enforce_eager: on a GPU, launch every step kernel by kernel, instead of replaying CUDA graphs for
             steps of decodes alone. It saves the time and memory of capturing; small batches are slower.
+        disable_cascade_attn: on a GPU, have each request read all of its KV for itself, also where several
+            share so long a prefix that reading that once, for all of them, is quicker.
         async_scheduling: schedule and launch a step while the device computes the one before, so that it
             never waits for the host. By default on with a GPU; a CPU computes in the thread that schedules,
             and would gain nothing. By default off under scheduling_policy="priority": an urgent request would
@@ -151,6 +153,7 @@ class LLM:
         master_addr: str = "127.0.0.1",
         master_port: int = 29500,
         enforce_eager: bool = False,
+        disable_cascade_attn: bool = False,
         async_scheduling: bool | None = None,
         trace: str | None = None,
         max_logprobs: int = 20,
@@ -194,6 +197,7 @@ class LLM:
             master_addr=master_addr,
             master_port=master_port,
             enforce_eager=enforce_eager,
+            disable_cascade_attn=disable_cascade_attn,
             async_scheduling=async_scheduling,
             trace=trace,
             max_logprobs=max_logprobs,

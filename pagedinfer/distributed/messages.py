@@ -13,7 +13,14 @@ import numpy as np
 import numpy.typing as npt
 
 from pagedinfer.config import EngineConfig
-from pagedinfer.engine.batch import AdmittedRequest, Batch, BestTokens, ScheduledRequest, StepOutput
+from pagedinfer.engine.batch import (
+    AdmittedRequest,
+    Batch,
+    BestTokens,
+    ScheduledRequest,
+    SharedPrefix,
+    StepOutput,
+)
 
 
 @dataclass(slots=True)
@@ -44,6 +51,7 @@ class Ready:
     num_cpu_blocks: int
     block_bytes: int
     dtype: str
+    cascade_attention: bool
 
 
 @dataclass(slots=True)
@@ -89,6 +97,7 @@ class _Batch:
     swaps_out: list[tuple[int, int]]
     swaps_in: list[tuple[int, int]]
     copies: list[tuple[int, int]]
+    shared_prefixes: list[SharedPrefix]
 
 
 @dataclass(slots=True)
@@ -139,6 +148,7 @@ def encode_batch(batch: Batch) -> bytes:
             batch.swaps_out,
             batch.swaps_in,
             batch.copies,
+            batch.shared_prefixes,
         )
     )
 
@@ -167,6 +177,7 @@ class BatchDecoder:
             sent.swaps_out,
             sent.swaps_in,
             sent.copies,
+            sent.shared_prefixes,
         )
 
 

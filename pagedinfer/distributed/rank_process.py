@@ -123,6 +123,7 @@ def _describe(worker: Worker) -> Ready:
         num_cpu_blocks=worker.num_cpu_blocks,
         block_bytes=worker.block_bytes,
         dtype=str(worker.dtype).removeprefix("torch."),
+        cascade_attention=worker.cascade_attention,
     )
 
 

@@ -60,6 +60,7 @@ class WorkerGroup:
         self.block_bytes = ready.block_bytes
         """Bytes of each rank's part of a block."""
         self.dtype: torch.dtype = getattr(torch, ready.dtype)
+        self.cascade_attention = ready.cascade_attention
 
     @property
     def pids(self) -> list[int]:

@@ -6,7 +6,7 @@ No torch here: the scheduler, the fake runners of the tests and every executor s
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 from pagedinfer.sampling_params import SamplingParams  # at run time, too: what decodes a Batch needs it
 
@@ -44,6 +44,16 @@ class ScheduledRequest:
 
 
 @dataclass(slots=True)
+class SharedPrefix:
+    """Neighbours in a batch whose first tokens lie in the same KV blocks, to be read once for all of them."""
+
+    MAX_GROUPS: ClassVar[int] = 32  # of a batch
+
+    num_requests: int
+    num_tokens: int  # a multiple of 64
+
+
+@dataclass(slots=True)
 class Batch:
     """One step, in the order in which the runner carries it out: swaps out, swaps in, copies, forward.
 
@@ -58,6 +68,8 @@ class Batch:
     swaps_out: list[tuple[int, int]] = field(default_factory=list)  # (block, CPU block)
     swaps_in: list[tuple[int, int]] = field(default_factory=list)  # (CPU block, block)
     copies: list[tuple[int, int]] = field(default_factory=list)  # (block, block), copy on write
+    # Of the requests from the first on, one group after another; in steps of decodes alone.
+    shared_prefixes: list[SharedPrefix] = field(default_factory=list)
 
     @property
     def num_tokens(self) -> int:

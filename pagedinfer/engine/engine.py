@@ -81,6 +81,7 @@ class LLMEngine:
                 scheduling_policy=config.scheduling_policy,
                 preemption_mode=config.preemption_mode,
                 long_prefill_token_threshold=config.long_prefill_token_threshold,
+                cascade_attention=self.worker.cascade_attention and not config.disable_cascade_attn,
                 watermark=config.watermark,
             )
         )

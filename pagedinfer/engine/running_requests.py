@@ -17,6 +17,7 @@ class RunningRequests:
 
     def __init__(self, max_num_seqs: int) -> None:
         self.by_urgency: list[Request] = []
+        self.version = 0  # grows when somebody comes or goes
         self.num_limit_tokens = 0  # the sum of the tokens that they may reach
         self.num_needing_tokens = 0  # of them, those with needs_known_tokens
         self._free_slots = list(range(max_num_seqs))  # a heap: low slots first
@@ -41,12 +42,14 @@ class RunningRequests:
         return bisect_right(self.by_urgency, priority, key=_priority)
 
     def add(self, request: Request) -> None:
+        self.version += 1
         request.slot = heapq.heappop(self._free_slots)
         self.num_limit_tokens += request.max_total_tokens
         self.num_needing_tokens += request.needs_known_tokens
         insort(self.by_urgency, request, key=_by_urgency)
 
     def remove(self, request: Request) -> None:
+        self.version += 1
         del self.by_urgency[bisect_left(self.by_urgency, request.urgency, key=_by_urgency)]
         self.num_limit_tokens -= request.max_total_tokens
         self.num_needing_tokens -= request.needs_known_tokens

@@ -25,6 +25,7 @@ class SchedulerConfig:
     preemption_mode: Literal["auto", "swap", "recompute"] = "auto"
     admission_policy: Literal["forecast", "greedy"] = "forecast"  # greedy: whatever has room for its prompt
     long_prefill_token_threshold: int = 0  # the most tokens of one prompt in a step; 0: no such limit
+    cascade_attention: bool = False  # the runner can read a prefix that requests share once for all of them
     watermark: float = 0.0  # share of the blocks that admission leaves free for those that run
 
     def __post_init__(self) -> None:

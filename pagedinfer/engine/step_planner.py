@@ -16,6 +16,7 @@ from pagedinfer.engine.request import Request, RequestStatus
 from pagedinfer.engine.request_queue import RequestQueue
 from pagedinfer.engine.running_requests import RunningRequests
 from pagedinfer.engine.scheduler_config import SchedulerConfig
+from pagedinfer.engine.shared_prefixes import SharedPrefixes
 from pagedinfer.engine.stats import SchedulerCounters
 
 _RETRY_STEPS = 16  # after so many steps a refused request is looked at again, whatever happened
@@ -65,6 +66,7 @@ class StepPlanner:
         self.admission = admission
         self.counters = counters
         self.refusal: Refusal | None = None  # of the first waiting request, if it was looked at
+        self._prefixes = SharedPrefixes(running, config.block_size) if config.cascade_attention else None
         self.swaps_in_done = 0  # the last step whose swaps in, and all before, have ended
         self._refused: tuple[Request, int] | None = None  # and the admission's events by then
         self._retry_step = 0
@@ -85,6 +87,12 @@ class StepPlanner:
         if not step.batch.requests and any(r.status is RequestStatus.SWAPPING_IN for r in self.running):
             step.wait_for_swaps = True
             self._schedule_running(step, 0, len(self.running))
+        batch = step.batch
+        num_requests = len(batch.requests)
+        if self._prefixes is not None and not batch.admitted and len(step.sampling) == num_requests:
+            num_tokens = self.config.max_num_batched_tokens - step.budget
+            if num_tokens == num_requests > 1:  # decodes alone
+                batch.shared_prefixes = self._prefixes.arrange(batch.requests, step.sampling)
         self.kv.end_step(step.batch)
         self.counters.count_batch(step.batch, self.config.max_num_batched_tokens - step.budget)
         return step

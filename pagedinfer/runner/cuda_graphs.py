@@ -19,10 +19,12 @@ import torch
 from torch import Tensor
 
 from pagedinfer.distributed.group import SINGLE_RANK, Group
+from pagedinfer.runner.prefix_groups import PACKED_PREFIXES
 from pagedinfer.runner.step_result import DrawnTokens, StepResult
 
-Compute = Callable[[Tensor, DrawnTokens], None]
-"""A step from int32 [3, size] (see `InputBatch.pack_decodes`), which writes what it draws."""
+Compute = Callable[[Tensor, Tensor | None, DrawnTokens], None]
+"""A step from int32 [3, size] (see `InputBatch.pack_decodes`) and the prefixes that its requests share, if it
+reads those apart (see `pack_prefixes`), which writes what it draws."""
 
 _PADDING = np.array([[-1], [0], [-1]], np.int32)  # a row without a request: slot, length, new block
 
@@ -41,32 +43,48 @@ class DecodeGraphs:
         self.sizes = list(sizes)
         self.max_rows = self.sizes[-1] if self.sizes else 0
         self._device = device
-        self._inputs = torch.zeros(3 * self.max_rows, dtype=torch.int32, device=device)
+        num_inputs = 3 * self.max_rows + PACKED_PREFIXES
+        self._inputs = torch.zeros(num_inputs, dtype=torch.int32, device=device)
         memory = torch.empty(DrawnTokens.nbytes(self.max_rows), dtype=torch.uint8, device=device)
         self._drawn = {size: DrawnTokens(size, device, memory) for size in self.sizes}
-        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self._graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}  # by size, and whether with prefixes
         self._stream: torch.cuda.Stream | None = None
         if device.type == "cuda" and self.sizes:
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
             self._pool = torch.cuda.graph_pool_handle()  # graphs run one after another and share memory
 
-    def run(self, packed: npt.NDArray[np.int32], compute: Compute) -> StepResult:
-        """Starts a step of int32 [3, n], n at most `max_rows`; captures it first if its size is new."""
+    def run(
+        self,
+        packed: npt.NDArray[np.int32],
+        compute: Compute,
+        prefixes: npt.NDArray[np.int32] | None = None,
+    ) -> StepResult:
+        """Starts a step of int32 [3, n], n at most `max_rows`; captures it first if it is new.
+
+        prefixes: from `pack_prefixes`.
+        """
         num_rows = packed.shape[1]
         size = self.sizes[bisect_left(self.sizes, num_rows)]
-        if self._stream is not None and size not in self._graphs:
-            self._capture(size, compute, self._stream)
-        inputs = self._inputs[: 3 * size].view(3, size)
-        staging = torch.empty((3, size), dtype=torch.int32, pin_memory=self._stream is not None)
+        key = (size, prefixes is not None)
+        if self._stream is not None and key not in self._graphs:
+            self._capture(*key, compute, self._stream)
+        length = 3 * size + (0 if prefixes is None else len(prefixes))
+        staging = torch.empty(length, dtype=torch.int32, pin_memory=self._stream is not None)
         host = staging.numpy()
-        host[:, :num_rows] = packed
-        host[:, num_rows:] = _PADDING
-        inputs.copy_(staging, non_blocking=True)
+        rows = host[: 3 * size].reshape(3, size)
+        rows[:, :num_rows] = packed
+        rows[:, num_rows:] = _PADDING
+        host[3 * size :] = () if prefixes is None else prefixes
+        self._inputs[:length].copy_(staging, non_blocking=True)
         if self._stream is None:
-            compute(inputs, self._drawn[size])
+            compute(*self._inputs_of(*key), self._drawn[size])
         else:
-            self._graphs[size].replay()
+            self._graphs[key].replay()
         return StepResult(self._drawn[size], num_rows)
+
+    def _inputs_of(self, size: int, with_prefixes: bool) -> tuple[Tensor, Tensor | None]:
+        rows, rest = self._inputs[: 3 * size].view(3, size), self._inputs[3 * size :]
+        return rows, rest[:PACKED_PREFIXES] if with_prefixes else None
 
     def capture(self, sizes: Sequence[int], compute: Compute, *, seconds: float) -> int:
         """Captures these sizes until so much time has passed; returns how many graphs there are.
@@ -77,8 +95,8 @@ class DecodeGraphs:
             deadline = time.monotonic() + seconds
             for size in sizes:
                 # All ranks or none: the graph begins with a step that they run together.
-                if size not in self._graphs and self._group.least([time.monotonic() < deadline])[0]:
-                    self._capture(size, compute, self._stream)
+                if (size, False) not in self._graphs and self._group.least([time.monotonic() < deadline])[0]:
+                    self._capture(size, False, compute, self._stream)
         return len(self._graphs)
 
     def close(self) -> None:
@@ -87,15 +105,17 @@ class DecodeGraphs:
             self._graphs.clear()
             torch._C._cuda_clearCublasWorkspaces()  # torch keeps one for each stream that ever ran a GEMM
 
-    def _capture(self, size: int, compute: Compute, stream: torch.cuda.Stream) -> None:
-        inputs = self._inputs[: 3 * size].view(3, size)
-        inputs.copy_(torch.from_numpy(np.broadcast_to(_PADDING, (3, size)).copy()))
-        compute(inputs, self._drawn[size])  # loads kernels, which a capture cannot
+    def _capture(self, size: int, with_prefixes: bool, compute: Compute, stream: torch.cuda.Stream) -> None:
+        rows, prefixes = self._inputs_of(size, with_prefixes)
+        rows.copy_(torch.from_numpy(np.broadcast_to(_PADDING, (3, size)).copy()))
+        if prefixes is not None:
+            prefixes.zero_()
+        compute(rows, prefixes, self._drawn[size])  # loads kernels, which a capture cannot
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(stream), _no_garbage_collection():
             graph.capture_begin(self._pool, "thread_local")
             try:
-                compute(inputs, self._drawn[size])
+                compute(rows, prefixes, self._drawn[size])
             except BaseException:
                 with suppress(RuntimeError):  # it says that the capture has failed
                     graph.capture_end()
@@ -103,7 +123,7 @@ class DecodeGraphs:
                     self._pool = torch.cuda.graph_pool_handle()
                 raise
             graph.capture_end()
-        self._graphs[size] = graph
+        self._graphs[size, with_prefixes] = graph
 
 
 @contextmanager

@@ -20,6 +20,7 @@ from pagedinfer.runner.best_tokens import PromptRater
 from pagedinfer.runner.cuda_graphs import DecodeGraphs
 from pagedinfer.runner.input_batch import InputBatch, StepInputs
 from pagedinfer.runner.kv_cache import KVCache
+from pagedinfer.runner.prefix_groups import pack_prefixes, unpack_prefixes
 from pagedinfer.runner.sampler import Sampler
 from pagedinfer.runner.step_result import DrawnTokens, StepResult
 from pagedinfer.runner.top_logprobs import TopLogprobs
@@ -114,7 +115,7 @@ class ModelRunner:
         if self._can_be_graph(batch):
             packed = self._inputs.pack_decodes(batch)
             if packed is not None:
-                return self._graphs.run(packed, self._decode)
+                return self._graphs.run(packed, self._decode, pack_prefixes(batch.shared_prefixes))
         return self._run(batch)
 
     def _run(self, batch: Batch) -> StepResult:
@@ -146,10 +147,11 @@ class ModelRunner:
             and not self._top_logprobs.wanted_by(batch)
         )
 
-    def _decode(self, packed: Tensor, drawn: DrawnTokens) -> None:
-        """A step of decodes alone; see `InputBatch.prepare_decodes`."""
+    def _decode(self, packed: Tensor, prefixes: Tensor | None, drawn: DrawnTokens) -> None:
+        """A step of decodes alone; see `InputBatch.prepare_decodes` and `pack_prefixes`."""
         inputs = self._inputs.prepare_decodes(packed)
-        self._draw(inputs, self._compute_logits(inputs, self._forward(inputs)), drawn, ())
+        hidden = self._forward(inputs, None if prefixes is None else unpack_prefixes(prefixes))
+        self._draw(inputs, self._compute_logits(inputs, hidden), drawn, ())
 
     def _draw(
         self,
@@ -193,11 +195,11 @@ class ModelRunner:
         drawn = DrawnTokens(inputs.sample_slots.shape[0], self._device)
         self._draw(inputs, self._compute_logits(inputs, self._forward(inputs)), drawn, batch.requests)
 
-    def _forward(self, inputs: StepInputs) -> Tensor:
+    def _forward(self, inputs: StepInputs, prefixes: ops.SharedPrefixes | None = None) -> Tensor:
         """Runs the model; [T, hidden size]."""
         with _full_float32():
             hidden: Tensor = self._model(
-                inputs.input_ids, inputs.positions, self._cache.blocks, self._attention(inputs)
+                inputs.input_ids, inputs.positions, self._cache.blocks, self._attention(inputs, prefixes)
             )
         return hidden
 
@@ -210,7 +212,7 @@ class ModelRunner:
         with _full_float32():
             return self._model.compute_logits(hidden)
 
-    def _attention(self, inputs: StepInputs) -> AttentionBatch:
+    def _attention(self, inputs: StepInputs, prefixes: ops.SharedPrefixes | None) -> AttentionBatch:
         plans = {
             window: ops.attention_plan(
                 inputs.query_start_loc,
@@ -222,6 +224,7 @@ class ModelRunner:
                 head_dim=self._config.head_dim,
                 block_size=self._cache.shape.block_size,
                 sliding_window=window,
+                prefixes=None if window else prefixes,
             )
             for window in self._windows
         }

@@ -125,6 +125,12 @@ class Worker:
         """Bytes of a block of the KV cache, or of a rank's part of it."""
         return self._shape.block_bytes
 
+    @property
+    def cascade_attention(self) -> bool:
+        """Whether steps of decodes read a prefix that requests share once for all of them."""
+        has_kernel = self.device.type != "cuda" or self.dtype != torch.float32
+        return has_kernel and 0 in self._model_config.sliding_windows and bool(self._decode_sizes())
+
     def execute(self, batch: Batch) -> StepResult:
         """Starts a step; see `ModelRunner.execute`."""
         return self._runner.execute(batch)

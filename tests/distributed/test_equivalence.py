@@ -40,6 +40,7 @@ class PoolWorkers:
 
     device = torch.device("cpu")
     block_bytes: int
+    cascade_attention = False
 
     def __init__(self, pool: RankPool, padded: bool, config: EngineConfig, num_known_tokens: int) -> None:
         self._pool = pool

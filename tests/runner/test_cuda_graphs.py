@@ -7,8 +7,10 @@ import pytest
 import torch
 
 from pagedinfer import LLM, SamplingParams
+from pagedinfer.engine.batch import SharedPrefix
 from pagedinfer.runner.cuda_graphs import DecodeGraphs
 from pagedinfer.runner.decode_sizes import decode_sizes
+from pagedinfer.runner.prefix_groups import PACKED_PREFIXES, pack_prefixes, unpack_prefixes
 from pagedinfer.runner.step_result import DrawnTokens
 from tests.conftest import TinyModel
 
@@ -23,7 +25,7 @@ def test_sizes_waste_little(max_num_seqs: int) -> None:
         assert waste <= max(7, num_rows // 8)
 
 
-def echo(packed: torch.Tensor, drawn: DrawnTokens) -> None:
+def echo(packed: torch.Tensor, prefixes: torch.Tensor | None, drawn: DrawnTokens) -> None:
     slots, lengths, blocks = packed
     drawn.token_ids.copy_(slots * 1000 + lengths)
     drawn.logprobs.copy_(blocks * 0.5)
@@ -44,7 +46,7 @@ def test_padding_has_no_slot_no_length_and_no_block(device: torch.device) -> Non
     graphs = DecodeGraphs([4], device)
     seen = torch.empty((3, 4), dtype=torch.int32, device=device)
 
-    def look(packed: torch.Tensor, drawn: DrawnTokens) -> None:
+    def look(packed: torch.Tensor, prefixes: torch.Tensor | None, drawn: DrawnTokens) -> None:
         seen.copy_(packed)
 
     graphs.run(np.array([[7], [8], [9]], np.int32), look).result()
@@ -60,6 +62,36 @@ def test_a_result_stays_when_the_next_step_has_run(device: torch.device) -> None
     graphs.close()
 
 
+def test_prefixes_come_with_a_step_that_has_some(device: torch.device) -> None:
+    graphs = DecodeGraphs([2, 4], device)
+    seen = torch.zeros(PACKED_PREFIXES, dtype=torch.int32, device=device)
+
+    def look(packed: torch.Tensor, prefixes: torch.Tensor | None, drawn: DrawnTokens) -> None:
+        echo(packed, None, drawn)
+        seen.copy_(torch.full_like(seen, -1) if prefixes is None else prefixes)
+
+    for num_rows in (2, 3):
+        packed = np.full((3, num_rows), num_rows, np.int32)
+        for groups in ([SharedPrefix(2, 64)], [], [SharedPrefix(2, 128), SharedPrefix(1, 192)]):
+            prefixes = pack_prefixes(groups)
+            output = graphs.run(packed, look, prefixes).result()
+            assert output.token_ids.tolist() == [1001 * num_rows] * num_rows
+            assert seen.tolist() == ([-1] * PACKED_PREFIXES if prefixes is None else prefixes.tolist())
+    graphs.close()
+
+
+def test_packed_prefixes() -> None:
+    packed = pack_prefixes([SharedPrefix(3, 64), SharedPrefix(2, 640)])
+    assert packed is not None
+    prefixes = unpack_prefixes(torch.from_numpy(packed))
+    assert prefixes.start.tolist() == [0, 3] + [5] * 31
+    assert prefixes.lens.tolist() == [64, 640] + [0] * 30
+    full = pack_prefixes([SharedPrefix(2, 64)] * 32)
+    assert full is not None
+    assert unpack_prefixes(torch.from_numpy(full)).start.tolist() == list(range(0, 65, 2))
+    assert pack_prefixes([]) is None
+
+
 # ---- on a GPU --------------------------------------------------------------------------------------
 
 
@@ -69,7 +101,7 @@ def test_a_step_that_cannot_be_captured_raises_its_own_error() -> None:
     graphs = DecodeGraphs([1], device)
     calls = []
 
-    def fail_in_capture(packed: torch.Tensor, drawn: DrawnTokens) -> None:
+    def fail_in_capture(packed: torch.Tensor, prefixes: torch.Tensor | None, drawn: DrawnTokens) -> None:
         calls.append(packed)
         if len(calls) == 2:
             raise ZeroDivisionError("here")
