@@ -25,6 +25,7 @@ DESCRIPTIONS = {
     "W5": "16 requests, 16,384 in, 256 out",
     "W6a": "8 requests one by one, 64 in, 128 out",
     "W6b": "64 requests together, 64 in, 128 out",
+    "mixed": "16 requests, 16..128 in, 16..128 out: for a CPU",
 }
 
 
@@ -91,6 +92,10 @@ def workload(name: str, vocab_size: int) -> Workload:
         if name == "W1static":
             return Workload(name, [batch[i : i + _STATIC] for i in range(0, count, _STATIC)])
         return Workload(name, [batch])
+    if name == "mixed":
+        lengths_in, lengths_out = draw.lengths(16, 128, 16), draw.lengths(16, 128, 16)
+        requests = zip(lengths_in, lengths_out, strict=True)
+        return Workload(name, [[(draw.prompt(i), o) for i, o in requests]])
     if name == "W3":
         return Workload(name, [[(draw.prompt(128), 256)]])
     if name == "W4":
