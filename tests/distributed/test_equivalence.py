@@ -39,6 +39,7 @@ class PoolWorkers:
     """The workers of a pool's ranks, as one."""
 
     device = torch.device("cpu")
+    dtype = torch.float32
     block_bytes: int
     cascade_attention = False
 
