@@ -15,7 +15,7 @@ from pagedinfer.config import EngineConfig
 from pagedinfer.engine.scheduler import Scheduler
 from pagedinfer.sampling_params import RequestOutputKind
 from tests.conftest import TinyModel
-from tests.models.parity import TOLERANCE, random_prompts, transformers_greedy, transformers_logits
+from tests.models.parity import TOLERANCE, random_prompts, transformers_logits
 from tests.tiny_models import make_llama
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -62,6 +62,14 @@ ENGINES: dict[str, dict[str, Any]] = {
     },
     "small pool, blocks of 32": {"num_gpu_blocks_override": 7, "block_size": 32, **SMALL_POOL},
 }
+
+
+@torch.inference_mode()
+def transformers_greedy(model: PreTrainedModel, prompt: list[int], num_tokens: int) -> list[int]:
+    tokens = model.generate(
+        torch.tensor([prompt]), max_new_tokens=num_tokens, min_new_tokens=num_tokens, do_sample=False
+    )
+    return tokens[0, len(prompt) :].tolist()
 
 
 class Expected:
