@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import PreTrainedTokenizerFast
+from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
 from pagedinfer.engine.detokenizer import Detokenizer
 from tests.tiny_models import byte_fallback_tokenizer, byte_level_tokenizer
@@ -155,6 +155,31 @@ def test_special_tokens(tokenizer: PreTrainedTokenizerFast) -> None:
         found = "".join(pieces(tokenizer, ids, skip))
         assert found == full_decode(tokenizer, ids, skip)
         assert (tokenizer.eos_token in found) is not skip
+
+
+class SpacingTokenizer(ByT5Tokenizer):  # type: ignore[misc]
+    """A tokenizer without a backend that does as it is told about spaces; few of transformers' do."""
+
+    def _decode(
+        self, token_ids: list[int], spaces_between_special_tokens: bool = True, **options: object
+    ) -> str:
+        texts = [super(SpacingTokenizer, self)._decode([token], **options) for token in token_ids]
+        special = [token in self.all_special_ids for token in token_ids]
+        for i in range(1, len(texts)):
+            if special[i] and special[i - 1] and spaces_between_special_tokens:
+                texts[i] = " " + texts[i]
+        return "".join(texts)
+
+
+@pytest.mark.parametrize("spaces", [True, False])
+def test_spaces_between_special_tokens(spaces: bool) -> None:
+    tokenizer = SpacingTokenizer()
+    eos = tokenizer.eos_token_id
+    ids = [*encode(tokenizer, "ab"), eos, eos, *encode(tokenizer, "cd")]
+    for skip, expected in ((False, "ab</s> </s>cd" if spaces else "ab</s></s>cd"), (True, "abcd")):
+        detokenizer = Detokenizer(tokenizer, skip_special_tokens=skip, spaces_between_special_tokens=spaces)
+        text = "".join(detokenizer.append([token]) for token in ids) + detokenizer.finish()
+        assert text == expected
 
 
 @pytest.mark.parametrize("kind", ["special", "wrong byte", "text"])

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
+from transformers.generation import logits_process
 
 from tests import reference
 from tests.sampler.slots import draw
@@ -116,3 +119,27 @@ def test_kept_set_is_a_float64_sorts_up_to_the_boundary_token(seed: int) -> None
     kept, _ = reference.kept_tokens(logits.numpy(), 1.0, 0, top_p, 0.0)
     probs = filtered_softmax(logits.double().numpy(), top_p=float(np.float32(top_p)))
     assert len(set(kept.tolist()) ^ set(np.flatnonzero(probs).tolist())) <= 1
+
+
+@pytest.mark.parametrize("setting", [s for s in SETTINGS if s], ids=str)
+def test_the_distribution_is_that_of_transformers_warpers(
+    setting: dict[str, float], device: torch.device
+) -> None:
+    """In the order of transformers' generate: temperature, top-k, top-p, min-p."""
+    logits = torch.randn(1, 60, generator=torch.Generator().manual_seed(5)) * 2
+    makers: dict[str, Callable[[Any], Any]] = {
+        "temperature": logits_process.TemperatureLogitsWarper,
+        "top_k": logits_process.TopKLogitsWarper,
+        "top_p": logits_process.TopPLogitsWarper,
+        "min_p": logits_process.MinPLogitsWarper,
+    }
+    warped = logits
+    for name, make in makers.items():
+        if name in setting:
+            warped = make(setting[name])(torch.zeros(1, 1, dtype=torch.long), warped)
+    probs = warped[0].double().softmax(-1).numpy()
+    counts = torch.bincount(
+        draw(logits[0].to(device), 50_000, seeds=9, **setting).cpu(), minlength=60
+    ).numpy()
+    assert set(np.flatnonzero(counts)) <= set(np.flatnonzero(probs))
+    assert chi_squared_p_value(counts, probs) > 1e-4
