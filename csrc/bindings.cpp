@@ -50,7 +50,7 @@ STABLE_TORCH_LIBRARY(pagedinfer, m) {
       "Tensor(b!) token_ids, Tensor(c!)? logprobs, Tensor? kinds=None, "
       "Tensor? repetition_penalty=None, Tensor? presence_penalty=None, "
       "Tensor? frequency_penalty=None, Tensor(d!)? token_counts=None, Tensor? bias_ids=None, "
-      "Tensor? bias=None, Tensor? allowed=None) -> ()");
+      "Tensor? bias=None, Tensor? allowed=None, Tensor? wants_logprob=None) -> ()");
   // Of each row one token's log-probability and rank, and the best tokens with theirs.
   m.def(
       "top_logprobs(Tensor logits, Tensor token_ids, int vocab_size, Tensor(a!) logprobs, "

@@ -43,7 +43,8 @@ void sample_tokens(const Tensor& logits, const Tensor& slots, const Tensor& temp
                    std::optional<Tensor> kinds, std::optional<Tensor> repetition_penalty,
                    std::optional<Tensor> presence_penalty, std::optional<Tensor> frequency_penalty,
                    std::optional<Tensor> token_counts, std::optional<Tensor> bias_ids,
-                   std::optional<Tensor> bias, std::optional<Tensor> allowed);
+                   std::optional<Tensor> bias, std::optional<Tensor> allowed,
+                   std::optional<Tensor> wants_logprob);
 void top_logprobs(const Tensor& logits, const Tensor& token_ids, int64_t vocab_size,
                   Tensor logprobs, Tensor ranks, Tensor top_ids, Tensor top_logprobs);
 

@@ -437,6 +437,7 @@ def sample_tokens(
     logprobs: Tensor | None = None,
     workspace: Tensor | None = None,
     changes: LogitsChanges | None = None,
+    wants_logprob: Tensor | None = None,
 ) -> Tensor:
     """Draws one token for each row of logits, each row with the parameters of its slot.
 
@@ -459,10 +460,12 @@ def sample_tokens(
         vocab_size: ids from this on are never drawn; default: all columns may be.
         token_ids: int64 [num_rows], written; allocated if not given.
         logprobs: float32 [num_rows], written if given: the drawn token's log-probability under
-            softmax(logits), before temperature and filters; 0 for padding, NaN for a row that cannot be
-            sampled.
+            softmax(logits), before temperature and filters; 0 for padding and where the slot wants none,
+            NaN for a row that cannot be sampled.
         workspace: uint8 [sample_tokens_workspace_size(logits, changes=...)]; allocated if not given.
         changes: penalties, biases and masks of some slots; its token_counts are written.
+        wants_logprob: bool [num_slots], whose log-probabilities are wanted; default: all. A row that
+            wants none is spared a pass.
 
     Returns:
         `token_ids`: the drawn ids; -1 for padding and for a row that cannot be sampled (one that holds NaN
@@ -490,6 +493,7 @@ def sample_tokens(
         token_ids,
         logprobs,
         *_tensors_of(changes),
+        wants_logprob,
     )
     return token_ids
 

@@ -81,11 +81,9 @@ static __device__ __noinline__ BinCut cut_bins(Bins& bins, const Need& need, Bin
     uint64_t weights[kSections / kWarpSize] = {}, counts[kSections / kWarpSize] = {};
     uint64_t total = 0;
     for (int part = 0; part < kSections / kWarpSize; ++part) {
-      for (int rank = 0; rank < Team::size(); ++rank) {
-        const Bins& theirs = Team::of(bins, rank);
-        weights[part] += theirs.section_weight[part * kWarpSize + lane_index()];
-        counts[part] += theirs.section_count[part * kWarpSize + lane_index()];
-      }
+      const int section = part * kWarpSize + lane_index();
+      weights[part] = sum_over_team<uint64_t>(bins.section_weight[section]);
+      counts[part] = sum_over_team<uint64_t>(bins.section_count[section]);
       total += weights[part];
     }
     BinCut cut = {kNumBins, 0, 0, warp_sum(total)};
@@ -101,12 +99,9 @@ static __device__ __noinline__ BinCut cut_bins(Bins& bins, const Need& need, Bin
     }
     if (section < kSections) {
       const int bin = section * kWarpSize + lane_index();
-      uint64_t weight = 0, count = 0;
-      for (int rank = 0; rank < Team::size(); ++rank) {
-        const Bins& theirs = Team::of(bins, rank);
-        weight += theirs.weight[bin].value();
-        count += theirs.count[bin];
-      }
+      const uint64_t weight = sum_over_team<uint64_t>(bins.weight[bin].low) +
+                              (sum_over_team<uint64_t>(bins.weight[bin].high) << 32);
+      const uint64_t count = sum_over_team<uint64_t>(bins.count[bin]);
       const int lane = cut_lanes(by_count ? count : weight, &cut.need);
       cut.bin = section * kWarpSize + lane;
       cut.weight_through = weight_before + warp_sum(lane_index() <= lane ? weight : 0);

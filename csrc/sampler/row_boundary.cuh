@@ -8,18 +8,17 @@
 namespace pagedinfer {
 namespace sampling {
 
-// A top-k up to this is looked for among the list's tokens at once; a top-p without one, among this
-// many. A thread's columns are split over the lanes of a vector, so a block alone knows the largest
-// of 2,048 groups of columns, enough to find a bound for 1,024 tokens.
+// A top-k up to this is looked for among the list's tokens at once. A thread's columns are split
+// over the lanes of a vector, so a block alone knows the largest of 2,048 groups of columns, enough
+// to find a bound for 1,024 tokens.
 constexpr int kLongestListedTopK = 1024;
-constexpr int kListedForTopP = 256;
 
 template <typename T, bool kAligned>
 struct RowBoundary : RowPasses<T, kAligned> {
   using Passes = RowPasses<T, kAligned>;
   using Passes::collect, Passes::cut_list, Passes::fill_digits;
   using Passes::kVector, Passes::parameters, Passes::row, Passes::scaled, Passes::shared;
-  using Passes::listed_weight, Passes::team_sum, Passes::weigh_listed;
+  using Passes::listed_weight, Passes::weigh_listed;
 
   // All of these leave in kept_weight what each stretch's kept tokens weigh.
 
@@ -31,7 +30,14 @@ struct RowBoundary : RowPasses<T, kAligned> {
       return kLastCode;
     }
     uint64_t boundary = kLastCode;
-    if (find_among_top(groups, has_top_k, &boundary)) return boundary;
+    if (parameters.top_k <= kLongestListedTopK && find_among_top(groups, &boundary))
+      return boundary;
+    return search_filters(has_top_k);
+  }
+
+  // The same, of a row with a filter, by searching the whole row.
+  __device__ uint64_t search_filters(bool has_top_k) {
+    uint64_t boundary = kLastCode;
 #pragma unroll 1  // one copy of the search's code
     for (int filter = has_top_k ? 0 : 1; filter < (parameters.has_top_p ? 2 : 1); ++filter) {
       const Need top_k{Need::Of::count, static_cast<uint64_t>(parameters.top_k)};
@@ -41,51 +47,30 @@ struct RowBoundary : RowPasses<T, kAligned> {
     return boundary;
   }
 
-  // Looks for it among the tokens at the top. False if they are too many or not enough.
-  __device__ bool find_among_top(const float (&groups)[kVector], bool has_top_k,
-                                 uint64_t* boundary) {
-    if (has_top_k && parameters.top_k > kLongestListedTopK) return false;
-    const uint64_t wanted = has_top_k ? parameters.top_k : kListedForTopP;
+  // Looks for a top-k's among the tokens at the top. False if they are too many.
+  __device__ bool find_among_top(const float (&groups)[kVector], uint64_t* boundary) {
+    const auto wanted = static_cast<uint64_t>(parameters.top_k);
     shared.bins.clear();
 #pragma unroll
     for (int i = 0; i < kVector; ++i) {
-      const float z = scaled(groups[i]);
-      const int bin = bin_of(z);
-      if (bin == kLastBin) continue;
-      shared.bins.add_count(bin);
-      if (!has_top_k) shared.bins.add_weight(bin, weight_of(exponential(z)));
+      const int bin = bin_of(scaled(groups[i]));
+      if (bin != kLastBin) shared.bins.add_count(bin);
     }
     // The bins up to the cut hold the wanted number of tokens at least: so many groups have their
     // largest there. (If all groups together do not, the tokens that have any weight are enough.)
     const BinCut cut = cut_bins(shared.bins, {Need::Of::count, wanted}, shared.cut);
-    // As the largest of the groups go, so do all tokens: a guess that only costs time if wrong.
-    if (!has_top_k && cut.bin < kNumBins &&
-        cut.weight_through < top_p_target(cut.total_weight, parameters.top_p)) {
-      return false;
-    }
-    const int bin = min(cut.bin, kLastBin - 1);
-
-    uint64_t total = 0;
-    if (has_top_k) {
-      Passes::template list_top<false>(bin);
-      Team::sync();
-    } else {
-      total = team_sum(Passes::template list_top<true>(bin), shared.listed_total);
-    }
+    Passes::list_top(min(cut.bin, kLastBin - 1));
+    Team::sync();
     int size = merge_lists(shared.list, shared.merged);
     if (size > kListCapacity) return false;
     sort_codes(shared.merged, size);
 
-    if (has_top_k) {
-      if (parameters.top_k <= size) {
-        size = static_cast<int>(parameters.top_k);
-        *boundary = shared.merged[size - 1];
-      }
-      if (parameters.has_top_p) total = listed_weight(size);
+    if (parameters.top_k <= size) {
+      size = static_cast<int>(parameters.top_k);
+      *boundary = shared.merged[size - 1];
     }
     if (parameters.has_top_p) {
-      *boundary = cut_list(size, top_p_target(total, parameters.top_p));
-      if (*boundary == kLastCode) return false;
+      *boundary = cut_list(size, top_p_target(listed_weight(size), parameters.top_p));
     }
     weigh_listed(size, *boundary);
     return true;

@@ -3,13 +3,13 @@
 
 #include <cstdint>
 
-#include "sampler/row_boundary.cuh"
+#include "sampler/row_nucleus.cuh"
 
 namespace pagedinfer {
 namespace sampling {
 
 template <typename T, bool kAligned>
-struct RowDraw : RowBoundary<T, kAligned> {
+struct RowDraw : RowNucleus<T, kAligned> {
   using Passes = RowPasses<T, kAligned>;
   using Passes::kVector, Passes::parameters, Passes::row, Passes::scaled, Passes::shared;
 
@@ -66,7 +66,7 @@ struct RowDraw : RowBoundary<T, kAligned> {
     }
     const uint64_t through = warp_prefix_sum(sum);
     const uint64_t total = __shfl_sync(kAllLanes, through, kWarpSize - 1);
-    uint64_t random = random_below(total, parameters.seed, parameters.position);
+    uint64_t random = random_below(total, shared.random_bits);
     if (random < through && random >= through - sum) {
       random -= through - sum;
       bool found = false;

@@ -13,19 +13,50 @@
 namespace pagedinfer {
 namespace sampling {
 
-// What a block keeps in shared memory: 42 KB.
+// A top-k up to this is drawn from a list that the first pass makes: row_shortlist.cuh.
+constexpr int kLongestShortlist = 256;
+constexpr int kCoarseBins = 256;  // by z, a block's largest logit at the top
+constexpr int kCoarseBinsPerUnit = 8;
+
+// One of the tokens that are drawn from.
+struct alignas(16) KeptToken {
+  uint64_t weight;
+  uint32_t id;
+};
+
+// The estimate of a top-p without a top-k: row_nucleus.cuh.
+constexpr int kMassBins = 192;
+constexpr int kMassBinsPerOctave = 8;
+constexpr float kNarrowestWindow = 128.0f, kWidestWindow = 700.0f;  // tokens on each side
+
+// What a block keeps in shared memory: 44 KB.
 struct Shared {
   RowParameters parameters;
-  union {
+  uint64_t random_bits;
+  union {  // never in use together
     Bins bins;
-    uint64_t merged[kListCapacity];  // the team's list; only when no bins are in use
+    uint32_t mass_of_lanes[kMassBins * kWarpSize];
+    struct {
+      uint64_t merged[kListCapacity];   // the team's list
+      SharedSum part_weight[kThreads];  // of parts of a list
+    };
+    KeptToken kept[kLongestShortlist];
   };
   TokenList list;
   SharedSum kept_weight[kWarps];  // of each warp's stretch of the row
   uint64_t scratch[kWarps];
   // One for each exchange in the team, so that none is overwritten while others read it.
-  uint64_t first_code, listed_total, raw_total, rank;
+  uint64_t first_code, raw_total, rank, above_total, below_total;
+  float part_largest, part_top;  // of this block's part of the row
+  uint32_t mass[kMassBins];      // of this block's part, from part_top down
+  uint32_t team_mass[kMassBins];
+  float window_from, window_to;
+  uint64_t listed_total;
   BinCut cut;
+  uint32_t coarse_count[kCoarseBins];
+  int depth;
+  int crossing_part, num_crossing;
+  uint64_t crossing_need;
   uint64_t boundary;
   int drawn_warp;
   uint64_t random;
@@ -58,30 +89,37 @@ struct RowPasses {
     value = block_min(value, shared.scratch);
     if (threadIdx.x == 0) slot = value;
     Team::sync();
-    uint64_t least = value;
-    for (int rank = 0; rank < Team::size(); ++rank) {
-      const uint64_t theirs = Team::of(slot, rank);
-      least = theirs < least ? theirs : least;
-    }
-    return least;
+    uint64_t values[kMaxTeam];
+    gather(slot, value, values);
+#pragma unroll
+    for (const uint64_t theirs : values) value = theirs < value ? theirs : value;
+    return value;
   }
 
   __device__ uint64_t team_sum(uint64_t value, uint64_t& slot) {
     value = block_sum(value, shared.scratch);
     if (threadIdx.x == 0) slot = value;
     Team::sync();
-    uint64_t sum = 0;
-    for (int rank = 0; rank < Team::size(); ++rank) sum += Team::of(slot, rank);
-    return sum;
+    return sum_over_team<uint64_t>(slot);
+  }
+
+  // The largest logit of the row from those of the blocks' parts, NaN if one is.
+  __device__ float largest_of_parts() const {
+    float most = -INFINITY, parts[kMaxTeam];
+    gather(shared.part_largest, -INFINITY, parts);
+#pragma unroll
+    for (const float part : parts) most = max_or_nan(most, part);
+    return most;
   }
 
   // ---- passes over the row ----
+  // The first one goes forward and is given the beginning of the warp's stretch, Row::load_chunk.
 
   // The code of the first token in the order. Its logit is not finite if the row cannot be sampled.
-  __device__ uint64_t find_first() {
+  __device__ uint64_t find_first(const uint4 (&raw)[kChunk]) {
     float best = -INFINITY, poison = -INFINITY;
     int best_vector = -1;
-    row.scan_stretch(turn(), [&](int vector, const float (&x)[kVector]) {
+    row.scan_chunk_and_rest(raw, [&](int vector, const float (&x)[kVector]) {
       float most = x[0];
 #pragma unroll
       for (int i = 1; i < kVector; ++i) most = max_or_nan(most, x[i]);
@@ -107,10 +145,10 @@ struct RowPasses {
 
   // The largest logit of each of this thread's columns-modulo-a-vector, and of the row. Not finite
   // if the row cannot be sampled.
-  __device__ float find_largest(float (&groups)[kVector]) {
+  __device__ float find_largest(const uint4 (&raw)[kChunk], float (&groups)[kVector]) {
 #pragma unroll
     for (int i = 0; i < kVector; ++i) groups[i] = -INFINITY;
-    row.scan_stretch(turn(), [&](int, const float (&x)[kVector]) {
+    row.scan_chunk_and_rest(raw, [&](int, const float (&x)[kVector]) {
 #pragma unroll
       for (int i = 0; i < kVector; ++i) groups[i] = max_or_nan(groups[i], x[i]);
     });
@@ -120,24 +158,18 @@ struct RowPasses {
     return logit_of_code(team_min(order_code(most, 0), shared.first_code));
   }
 
-  // Lists the tokens of the bins up to `bin`. With kTotal, returns what this thread's tokens weigh.
-  template <bool kTotal>
-  __device__ uint64_t list_top(int bin) {
+  // Lists the tokens of the bins up to `bin`.
+  __device__ void list_top(int bin) {
     clear_list();
     const float below = -static_cast<float>(bin + 1) / kBinsPerUnit;
-    uint64_t total = 0;
     row.scan_stretch(turn(), [&](int vector, const float (&x)[kVector]) {
       uint32_t listed = 0;
 #pragma unroll
       for (int i = 0; i < kVector; ++i) {
-        const float z = scaled(x[i]);
-        if (kTotal) total += weight_of(exponential(z));
-        if (z > below) listed |= 1u << i;
+        if (scaled(x[i]) > below) listed |= 1u << i;
       }
-      for_columns(listed, vector,
-                  [&](int column, float logit) { shared.list.add(order_code(logit, column)); });
+      shared.list.add(listed, x, row.first_column(vector));
     });
-    return total;
   }
 
   // Counts (or weighs, as the need has it) the tokens up to the limit by their bins.
@@ -283,13 +315,15 @@ struct RowPasses {
   __device__ void weigh_listed(int size, uint64_t boundary) {
     for (int i = threadIdx.x; i < size; i += kThreads) {
       const uint64_t code = shared.merged[i];
-      if (code > boundary) continue;
-      const float e = exponential(scaled(logit_of_code(code)));
-      const int warp = row.warp_of(static_cast<int>(id_of_code(code)));
-      if (warp / kWarps == Team::rank() && e >= parameters.min_p) {
-        shared.kept_weight[warp % kWarps].add(weight_of(e));
-      }
+      if (code <= boundary) weigh_token(code);
     }
+  }
+
+  __device__ void weigh_token(uint64_t code) {
+    const int warp = row.warp_of(static_cast<int>(id_of_code(code)));
+    if (warp / kWarps != Team::rank()) return;
+    const float e = exponential(scaled(logit_of_code(code)));
+    if (e >= parameters.min_p) shared.kept_weight[warp % kWarps].add(weight_of(e));
   }
 };
 

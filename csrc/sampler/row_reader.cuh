@@ -18,6 +18,9 @@
 namespace pagedinfer {
 namespace sampling {
 
+// Vectors of the beginning of its warp's stretch that a thread holds at once.
+constexpr int kChunk = 8;
+
 // The larger of two, NaN if either is.
 __device__ inline float max_or_nan(float a, float b) {
   float result;
@@ -154,6 +157,30 @@ struct Row {
   __device__ void scan_stretch(bool backward, const Visit& visit) const {
     const int team_warp = Team::rank() * kWarps + warp_index();
     scan<kInFlight>(stretch_begin(team_warp), stretch_end(team_warp), backward, visit);
+  }
+
+  // The first kChunk vectors of each lane of this warp's stretch.
+  __device__ void load_chunk(uint4 (&raw)[kChunk]) const {
+    const int team_warp = Team::rank() * kWarps + warp_index();
+#pragma unroll
+    for (int i = 0; i < kChunk; ++i) {
+      raw[i] =
+          load(stretch_begin(team_warp) + i * kWarpSize + lane_index(), stretch_end(team_warp));
+    }
+  }
+
+  // Calls visit(vector, x) for those, then for the rest of the stretch.
+  template <typename Visit>
+  __device__ void scan_chunk_and_rest(const uint4 (&raw)[kChunk], const Visit& visit) const {
+    const int team_warp = Team::rank() * kWarps + warp_index();
+    const int begin = stretch_begin(team_warp), end = stretch_end(team_warp);
+#pragma unroll
+    for (int i = 0; i < kChunk; ++i) {
+      float x[kVector];
+      columns(raw[i], x);
+      visit(begin + i * kWarpSize + lane_index(), x);
+    }
+    scan<4>(begin + kChunk * kWarpSize, end, false, visit);
   }
 };
 

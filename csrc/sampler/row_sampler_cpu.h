@@ -475,7 +475,7 @@ class RowSampler {
       total += scratch_.weight_of_group[group];
     }
 
-    uint64_t random = random_below(total, row_.seed, row_.position);
+    uint64_t random = random_below(total, random_bits(row_.seed, row_.position));
     int64_t group = 0;
     while (random >= scratch_.weight_of_group[group]) random -= scratch_.weight_of_group[group++];
     kept_exponentials(read(group, buffer), group, boundary, row_.min_p, e);

@@ -33,7 +33,8 @@ void sample_tokens(const Tensor& logits, const Tensor& slots, const Tensor& temp
                    std::optional<Tensor> kinds, std::optional<Tensor> repetition_penalty,
                    std::optional<Tensor> presence_penalty, std::optional<Tensor> frequency_penalty,
                    std::optional<Tensor> token_counts, std::optional<Tensor> bias_ids,
-                   std::optional<Tensor> bias, std::optional<Tensor> allowed) {
+                   std::optional<Tensor> bias, std::optional<Tensor> allowed,
+                   std::optional<Tensor> wants_logprob) {
   ArgumentChecker check("sample_tokens");
   check.shape("logits", logits, {"num_rows", "columns"});
   check.shape("slots", slots, {"num_rows"});
@@ -70,6 +71,7 @@ void sample_tokens(const Tensor& logits, const Tensor& slots, const Tensor& temp
     check.same_device("logprobs", *logprobs);
     check.contiguous("logprobs", *logprobs);
   }
+  if (wants_logprob.has_value()) slot_parameter("wants_logprob", *wants_logprob, ScalarType::Bool);
   PAGEDINFER_CHECK(vocab_size >= 1 && vocab_size <= check.size("columns"),
                    "sample_tokens: vocab_size is ", vocab_size, "; expected 1 to ",
                    check.size("columns"), ", the columns of logits");
@@ -94,6 +96,7 @@ void sample_tokens(const Tensor& logits, const Tensor& slots, const Tensor& temp
       .token_ids = static_cast<int64_t*>(token_ids.mutable_data_ptr()),
       .logprobs =
           logprobs.has_value() ? static_cast<float*>(logprobs->mutable_data_ptr()) : nullptr,
+      .wants_logprob = wants_logprob.has_value() ? data_of<bool>(*wants_logprob) : nullptr,
       .row_stride = logits.stride(0),
       .num_rows = check.size("num_rows"),
       .num_slots = check.size("num_slots"),

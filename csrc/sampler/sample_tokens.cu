@@ -21,7 +21,7 @@
 #include <cmath>
 
 #include "sampler/change_logits_cuda.h"
-#include "sampler/row_draw.cuh"
+#include "sampler/row_shortlist.cuh"
 #include "sampler/sample_tokens_cuda.h"
 #include "sampler/team_launch.cuh"
 #include "sampler/top_logprobs_cuda.h"
@@ -38,56 +38,82 @@ __global__ void __launch_bounds__(kThreads, 2)
     sample_tokens_kernel(const __grid_constant__ SampleTokensParams p) {
   __shared__ Shared shared;
   const int64_t r = blockIdx.x / Team::size();
+  const Row<T, kAligned> row(static_cast<const T*>(p.logits) + r * p.row_stride,
+                             static_cast<int>(p.vocab_size));
+  const int32_t slot = p.slots[r];
+  if (is_changed(p.changes.kinds, slot, p.num_slots) != p.of_changed_rows) return;
   const bool is_first_thread = Team::rank() == 0 && threadIdx.x == 0;
   auto write = [&](int64_t id, float logprob) {
     p.token_ids[r] = id;
     if (p.logprobs != nullptr) p.logprobs[r] = logprob;
   };
-  const int32_t slot = p.slots[r];
-  if (is_changed(p.changes.kinds, slot, p.num_slots) != p.of_changed_rows) return;
   if (slot < 0 || slot >= p.num_slots) {
     if (is_first_thread) write(-1, 0.0f);
     return;
   }
+  uint4 raw[kChunk];
+  row.load_chunk(raw);  // on its way together with the parameters
 
   if (threadIdx.x == 0) {
     shared.parameters =
         row_parameters(p.temperature[slot], p.top_k[slot], p.top_p[slot], p.min_p[slot],
                        p.seeds[slot], p.positions[slot], p.vocab_size);
+  } else if (threadIdx.x == kWarpSize) {
+    shared.random_bits =
+        random_bits(static_cast<uint64_t>(p.seeds[slot]), static_cast<uint64_t>(p.positions[slot]));
   }
   __syncthreads();
-  const T* logits = static_cast<const T*>(p.logits) + r * p.row_stride;
-  RowDraw<T, kAligned> sampler{{{{logits, static_cast<int>(p.vocab_size)},
-                                 shared,
-                                 shared.parameters,
-                                 shared.parameters.inverse_temperature,
-                                 0.0f,
-                                 false}}};
+  const bool rated = !p.of_changed_rows && is_rated(p, slot);  // those are rated by another kernel
+  RowShortlist<T, kAligned> sampler{
+      {{{{row, shared, shared.parameters, shared.parameters.inverse_temperature, 0.0f, false}}}}};
+  auto finish = [&](uint64_t drawn, uint64_t raw_total) {  // the one thread that has a token
+    if (drawn == kLastCode) return;
+    const float logprob =
+        rated ? log_probability(logit_of_code(drawn), sampler.largest, raw_total) : 0.0f;
+    write(id_of_code(drawn), logprob);
+    if (p.of_changed_rows) count_token(p.changes, slot, id_of_code(drawn));
+  };
+
+  // The first pass over the row, by what the row needs.
   const bool greedy = shared.parameters.greedy;
+  const bool shortlist = !greedy && sampler.has_shortlist();
+  const bool nucleus = !greedy && sampler.has_nucleus();
   uint64_t first = 0;
   float groups[sampler.kVector];
   if (greedy) {
-    first = sampler.find_first();
+    first = sampler.find_first(raw);
     sampler.largest = logit_of_code(first);
+  } else if (shortlist || nucleus) {
+    if (shortlist) {
+      sampler.list_candidates(raw);
+    } else {
+      sampler.measure_mass(raw);
+    }
+    Team::sync();
+    sampler.largest = sampler.largest_of_parts();
   } else {
-    sampler.largest = sampler.find_largest(groups);
+    sampler.largest = sampler.find_largest(raw, groups);
   }
+
   if (!isfinite(sampler.largest)) {
     if (is_first_thread) write(-1, NAN);
   } else {
-    const uint64_t raw_total = p.logprobs == nullptr ? 0 : sampler.find_raw_total();
-    uint64_t drawn = kLastCode;  // in the one thread that writes
-    if (!greedy) {
-      drawn = sampler.draw(sampler.find_boundary(groups));
-    } else if (is_first_thread) {
-      drawn = first;
-    }
-    if (drawn != kLastCode) {
-      const float logprob = p.logprobs == nullptr
-                                ? 0.0f
-                                : log_probability(logit_of_code(drawn), sampler.largest, raw_total);
-      write(id_of_code(drawn), logprob);
-      if (p.of_changed_rows) count_token(p.changes, slot, id_of_code(drawn));
+    const uint64_t raw_total = rated ? sampler.find_raw_total() : 0;
+    if (greedy) {
+      if (is_first_thread) finish(first, raw_total);
+    } else {
+      const int listed = shortlist ? sampler.listed() : -1;
+      if (listed >= 0) {
+        const bool draws = Team::rank() == static_cast<int>(r % Team::size());
+        if (draws) merge_lists(shared.list, shared.merged);
+        Team::sync();  // from here on no block looks at another's shared memory
+        if (draws) finish(sampler.draw_listed(listed), raw_total);
+        return;
+      }
+      const uint64_t boundary = shortlist ? sampler.search_filters(true)
+                                : nucleus ? sampler.find_nucleus()
+                                          : sampler.find_boundary(groups);
+      finish(sampler.draw(boundary), raw_total);
     }
   }
   Team::sync();  // no block leaves while another may look at its shared memory
@@ -125,7 +151,6 @@ cudaError_t launch_sample_tokens(const SampleTokensParams& params, cudaStream_t 
   changed.logits = params.changes.changed;
   changed.row_stride = params.changes.changed_stride;
   changed.dtype = DType::float32;
-  changed.logprobs = nullptr;
   changed.of_changed_rows = true;
   status = launch_of_dtype(changed, stream);
   if (status != cudaSuccess || params.logprobs == nullptr) return status;
@@ -143,6 +168,7 @@ cudaError_t launch_sample_tokens(const SampleTokensParams& params, cudaStream_t 
       .dtype = params.dtype,
       .slots = params.slots,
       .kinds = params.changes.kinds,
+      .wants_logprob = params.wants_logprob,
       .num_slots = params.num_slots,
   };
   return launch_top_logprobs(logprobs, stream);

@@ -31,13 +31,23 @@ struct SampleTokensParams {
   const int64_t* seeds;      // [num_slots]
   const int64_t* positions;  // [num_slots]
   int64_t* token_ids;  // [num_rows], written: -1 for padding and for a row that cannot be sampled
-  float* logprobs;     // [num_rows] or null, written: 0 for padding, NaN for a row that cannot be
+  float* logprobs;     // [num_rows] or null, written: 0 for padding and where the slot wants none,
+                       // NaN for a row that cannot be sampled
+  const bool* wants_logprob;  // [num_slots] or null: all do
   int64_t row_stride;
   int64_t num_rows, num_slots, vocab_size;
   DType dtype;
   ChangeLogitsParams changes;  // kinds null: no slot changes its logits
   bool of_changed_rows;        // CUDA: which rows a launch is for
 };
+
+namespace sampling {
+
+PAGEDINFER_SHARED bool is_rated(const SampleTokensParams& p, int32_t slot) {
+  return p.logprobs != nullptr && (p.wants_logprob == nullptr || p.wants_logprob[slot]);
+}
+
+}  // namespace sampling
 
 PAGEDINFER_FOR_EACH_ISA(void sample_tokens_cpu(const SampleTokensParams& params);)
 

@@ -19,6 +19,7 @@ void sample_row(const SampleTokensParams& p, int64_t r, Scratch* scratch) {
     if (p.logprobs != nullptr) p.logprobs[r] = 0.0f;
     return;
   }
+  const bool rated = is_rated(p, slot);
   const RowParameters parameters =
       row_parameters(p.temperature[slot], p.top_k[slot], p.top_p[slot], p.min_p[slot],
                      p.seeds[slot], p.positions[slot], p.vocab_size);
@@ -27,7 +28,7 @@ void sample_row(const SampleTokensParams& p, int64_t r, Scratch* scratch) {
   if (!is_changed(p.changes.kinds, slot, p.num_slots)) {
     const int64_t id = raw.sample();
     p.token_ids[r] = id;
-    if (p.logprobs != nullptr) p.logprobs[r] = id < 0 ? NAN : raw.logprob(id);
+    if (p.logprobs != nullptr) p.logprobs[r] = id < 0 ? NAN : rated ? raw.logprob(id) : 0.0f;
     return;
   }
   RowSampler<float> changed(change_row<T>(p.changes, r), p.vocab_size, parameters, scratch);
@@ -35,7 +36,7 @@ void sample_row(const SampleTokensParams& p, int64_t r, Scratch* scratch) {
   p.token_ids[r] = id;
   if (id >= 0) count_token(p.changes, slot, id);
   if (p.logprobs != nullptr) {
-    p.logprobs[r] = id >= 0 && raw.find_largest() ? raw.logprob(id) : NAN;
+    p.logprobs[r] = id < 0 ? NAN : !rated ? 0.0f : raw.find_largest() ? raw.logprob(id) : NAN;
   }
 }
 

@@ -199,13 +199,17 @@ PAGEDINFER_SHARED Philox4x32 philox4x32_10(Philox4x32 counter, uint32_t key0, ui
   return counter;
 }
 
-// A whole number in [0, total), total > 0, from the seed's stream at this position.
-PAGEDINFER_SHARED uint64_t random_below(uint64_t total, uint64_t seed, uint64_t position) {
+// The seed's 64 random bits at this position.
+PAGEDINFER_SHARED uint64_t random_bits(uint64_t seed, uint64_t position) {
   const Philox4x32 counter = {
       {static_cast<uint32_t>(position), static_cast<uint32_t>(position >> 32), 0, 0}};
   const Philox4x32 random =
       philox4x32_10(counter, static_cast<uint32_t>(seed), static_cast<uint32_t>(seed >> 32));
-  const uint64_t bits = random.word[0] | uint64_t{random.word[1]} << 32;
+  return random.word[0] | uint64_t{random.word[1]} << 32;
+}
+
+// A whole number in [0, total), total > 0, from random bits.
+PAGEDINFER_SHARED uint64_t random_below(uint64_t total, uint64_t bits) {
   return multiply_high(bits, total);
 }
 

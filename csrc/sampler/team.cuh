@@ -7,6 +7,8 @@
 
 #include <cstdint>
 
+#include "sampler/token_order.h"
+
 namespace pagedinfer {
 namespace sampling {
 
@@ -50,6 +52,30 @@ struct Team {
 };
 
 #endif
+
+// What each block of the team has of a variable in shared memory, `none` for ranks that there are
+// not. All are on their way at once: one after another, each would be waited for.
+template <typename V>
+__device__ inline void gather(const V& shared, V none, V (&values)[kMaxTeam]) {
+#pragma unroll
+  for (int rank = 0; rank < kMaxTeam; ++rank) {
+    values[rank] = Team::of(shared, rank < Team::size() ? rank : 0);
+  }
+#pragma unroll
+  for (int rank = 0; rank < kMaxTeam; ++rank) {
+    if (rank >= Team::size()) values[rank] = none;
+  }
+}
+
+template <typename Sum, typename V>
+__device__ inline Sum sum_over_team(const V& shared) {
+  V values[kMaxTeam];
+  gather(shared, V{}, values);
+  Sum sum = 0;
+#pragma unroll
+  for (const V value : values) sum += value;
+  return sum;
+}
 
 // ---- within a warp: all lanes call these together
 // ---------------------------------------------------
@@ -99,6 +125,17 @@ __device__ inline uint64_t block_min(uint64_t value, uint64_t (&scratch)[kWarps]
   for (int warp = 1; warp < kWarps; ++warp) least = scratch[warp] < least ? scratch[warp] : least;
   __syncthreads();
   return least;
+}
+
+// The largest, NaN if one is.
+__device__ inline float block_max_or_nan(float value, uint64_t (&scratch)[kWarps]) {
+  const uint32_t key = __reduce_max_sync(kAllLanes, ordered_key(value));
+  if (lane_index() == 0) scratch[warp_index()] = key;
+  __syncthreads();
+  uint64_t most = scratch[0];
+  for (int warp = 1; warp < kWarps; ++warp) most = scratch[warp] > most ? scratch[warp] : most;
+  __syncthreads();
+  return float_of_key(static_cast<uint32_t>(most));
 }
 
 // The sum over the threads before this one.

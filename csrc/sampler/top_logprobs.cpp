@@ -50,6 +50,7 @@ void top_logprobs(const Tensor& logits, const Tensor& token_ids, int64_t vocab_s
       .dtype = dtype,
       .slots = nullptr,
       .kinds = nullptr,
+      .wants_logprob = nullptr,
       .num_slots = 0,
   };
   if (params.num_rows == 0) return;

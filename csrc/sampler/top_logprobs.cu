@@ -54,9 +54,7 @@ struct RowLogprobs : RowBoundary<T, kAligned> {
         before += code < token_code && vector < end;
         if (listing && code <= last && x[i] > -INFINITY) listed |= 1u << i;
       }
-      this->for_columns(listed, vector, [&](int column, float logit) {
-        shared.list.add(order_code(logit, column));
-      });
+      shared.list.add(listed, x, row.first_column(vector));
     });
     total = this->team_sum(total, shared.raw_total);
     return {total, this->team_sum(before, shared.rank) + 1};
@@ -80,7 +78,11 @@ __global__ void __launch_bounds__(kThreads, 2)
       p.top_logprobs[r * p.num_top + i] = NAN;
     }
   };
-  if (p.kinds != nullptr && !is_changed(p.kinds, p.slots[r], p.num_slots)) return;
+  if (p.kinds != nullptr) {
+    const int32_t slot = p.slots[r];
+    if (!is_changed(p.kinds, slot, p.num_slots)) return;
+    if (p.wants_logprob != nullptr && !p.wants_logprob[slot]) return;
+  }
   const int64_t token = p.token_ids[r];
   if (token < 0 || token >= p.vocab_size) {
     write_nothing();
@@ -96,7 +98,9 @@ __global__ void __launch_bounds__(kThreads, 2)
   RowLogprobs<T, kAligned> sampler{
       {{{logits, static_cast<int>(p.vocab_size)}, shared, shared.parameters, 1.0f, 0.0f, false}}};
   float groups[sampler.kVector];
-  sampler.largest = sampler.find_largest(groups);
+  uint4 raw[kChunk];
+  sampler.row.load_chunk(raw);
+  sampler.largest = sampler.find_largest(raw, groups);
   if (!isfinite(sampler.largest)) {
     write_nothing();
   } else {

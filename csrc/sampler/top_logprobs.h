@@ -33,6 +33,8 @@ struct TopLogprobsParams {
   // change_logits.h): what sample_tokens needs.
   const int32_t* slots;  // [num_rows]
   const int32_t* kinds;  // [num_slots] or null
+  const bool*
+      wants_logprob;  // [num_slots] or null, likewise: of these, the rows of slots that are set
   int64_t num_slots;
 };
 

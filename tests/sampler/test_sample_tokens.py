@@ -180,6 +180,21 @@ def test_unsampleable_rows_fail_alone(poison: float, temperature: float, device:
     assert logprobs.isnan().tolist() == [False, True, False, True, True, True]
 
 
+def test_log_probabilities_only_where_they_are_wanted(device: torch.device) -> None:
+    logits = torch.randn(4, 5000, device=device)
+    logits[3, 77] = torch.nan
+    slots = torch.tensor([2, 0, 1, 3], dtype=torch.int32, device=device)
+    parameters = slot_parameters(4, device, temperature=[1.0, 0.0, 0.7, 1.0], top_k=[0, 0, 5, 0])
+    all_of_them, wanted = torch.full((2, 4), 7.0, device=device)
+    ops.sample_tokens(logits, slots, **parameters, logprobs=all_of_them)
+    wants = torch.tensor([True, False, False, False], device=device)
+    token_ids = ops.sample_tokens(logits, slots, **parameters, logprobs=wanted, wants_logprob=wants)
+    assert token_ids.tolist() == ops.sample_tokens(logits, slots, **parameters).tolist()
+    assert wanted[:3].tolist() == [0.0, all_of_them[1].item(), 0.0]
+    assert all_of_them[1] < 0
+    assert wanted[3].isnan()
+
+
 def test_padding_rows_and_slots_in_any_order(device: torch.device) -> None:
     generator = torch.Generator().manual_seed(5)
     logits = torch.randn(5, 300, generator=generator).to(device)
