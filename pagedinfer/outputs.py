@@ -48,7 +48,7 @@ class CompletionOutput:
     token_ids: list[int]
     """Likewise. A token that stopped the generation is the last one."""
     cumulative_logprob: float | None = None
-    """Sum of the log-probabilities of the generated tokens."""
+    """Sum of the log-probabilities of the generated tokens; None unless SamplingParams.logprobs asks."""
     logprobs: list[dict[int, Logprob]] | None = None
     """For each token, by id: the best ones, and the drawn one."""
     finish_reason: FinishReason | None = None

@@ -20,7 +20,7 @@ from tests.conftest import TinyModel
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, logprobs=0)
 OPTIONS: dict[str, Any] = {
     "device": "cpu",
     "num_gpu_blocks_override": 64,

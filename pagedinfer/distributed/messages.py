@@ -112,7 +112,7 @@ class _Result:
     step: int
     token_ids: _Array
     logprobs: _Array
-    top: tuple[_Array, _Array, _Array] | None
+    best: tuple[_Array, _Array, _Array, _Array] | None
     prompts: dict[str, tuple[int, tuple[_Array, _Array, _Array, _Array]]]
     swap_timings: list[tuple[int, float]]
     swaps_in_done: int | None
@@ -183,16 +183,14 @@ class BatchDecoder:
 
 def encode_result(step: int, output: StepOutput, swap_timings: list[tuple[int, float]]) -> bytes:
     """What a step drew, and the swaps that have ended; see `Worker.take_swap_timings`."""
-    top = None
-    if output.ranks is not None and output.top_ids is not None and output.top_logprobs is not None:
-        top = _pack(output.ranks), _pack(output.top_ids), _pack(output.top_logprobs)
+    best = None if output.best is None else _pack_best(output.best)
     prompts = {name: (first, _pack_best(best)) for name, (first, best) in output.prompts.items()}
     return _encoder.encode(
         _Result(
             step,
             _pack(output.token_ids),
             _pack(output.logprobs),
-            top,
+            best,
             prompts,
             swap_timings,
             output.swaps_in_done,
@@ -209,8 +207,8 @@ def decode_result(contents: bytes) -> tuple[int, StepOutput, list[tuple[int, flo
     result = _decode_result(contents)
     output = StepOutput(_unpack(result.token_ids), _unpack(result.logprobs))
     output.swaps_in_done = result.swaps_in_done
-    if result.top is not None:
-        output.ranks, output.top_ids, output.top_logprobs = map(_unpack, result.top)
+    if result.best is not None:
+        output.best = BestTokens(*map(_unpack, result.best))
     output.prompts = {
         name: (first, BestTokens(*map(_unpack, arrays))) for name, (first, arrays) in result.prompts.items()
     }

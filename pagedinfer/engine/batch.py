@@ -83,7 +83,7 @@ class Batch:
 
 @dataclass(slots=True)
 class BestTokens:
-    """The k best tokens at some positions, and the rank of the one that is there.
+    """The k best tokens at some positions, or of some rows, and the rank of the one that is there.
 
     Ranks count from 1, in the order of falling log-probability, ties by rising id. They are unique.
     """
@@ -99,11 +99,9 @@ class StepOutput:
     """What a step drew, one entry for each request of the batch with `sample` set, in their order."""
 
     token_ids: npt.NDArray[np.int64]  # -1: the row could not be sampled (NaN or nothing left to draw)
-    logprobs: npt.NDArray[np.float32]  # of the drawn tokens, before temperature and filters
-    # None unless a row's request has `num_logprobs`; K is the most that one of them asks for.
-    ranks: npt.NDArray[np.int64] | None = None  # [rows], from 1; 0 where nobody asked
-    top_ids: npt.NDArray[np.int64] | None = None  # [rows, K], the best first; -1 where there is none
-    top_logprobs: npt.NDArray[np.float32] | None = None  # [rows, K], before temperature and filters
+    logprobs: npt.NDArray[np.float32]  # of the drawn tokens; 0 for a request without `num_logprobs`
+    best: BestTokens | None = None
+    """Of all rows, as many tokens as one asks for at least; None unless a request has `num_logprobs`."""
     # The last step whose swaps in, and all before, had ended by now; None: this step, whatever runs at once.
     swaps_in_done: int | None = None
     prompts: dict[str, tuple[int, BestTokens]] = field(default_factory=dict)

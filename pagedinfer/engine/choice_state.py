@@ -106,12 +106,13 @@ class ChoiceState:
             self._num_shown_characters, self._num_shown_tokens = len(self._text), len(self.token_ids)
         elif self.finish_reason is None:
             token_ids, logprobs = token_ids.copy(), logprobs.copy()
+        rated = self.request.sampling_params.logprobs is not None
         return CompletionOutput(
             index=self.index,
             text=text,
             token_ids=token_ids,
-            cumulative_logprob=self._cumulative_logprob,
-            logprobs=None if self.request.sampling_params.logprobs is None else logprobs,
+            cumulative_logprob=self._cumulative_logprob if rated else None,
+            logprobs=logprobs if rated else None,
             finish_reason=cast("FinishReason | None", self.finish_reason),
             stop_reason=self.stop_reason,
         )

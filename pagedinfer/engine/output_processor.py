@@ -123,10 +123,7 @@ class OutputProcessor:
                 continue  # aborted, or a further choice, whose prompt has been rated already
             for row, logprob in enumerate(best.logprobs.tolist()):
                 token_id = state.prompt.token_ids[first + row]
-                top_ids = [token for token in best.top_ids[row].tolist() if token >= 0]
-                top = TopTokens(
-                    int(best.ranks[row]), top_ids, best.top_logprobs[row, : len(top_ids)].tolist()
-                )
+                top = TopTokens.of_row(best, row, best.top_ids.shape[1])
                 state.prompt_logprobs[first + row] = self._logprob_maker.make(token_id, logprob, top)
 
     def process(self, updates: Iterable[RequestUpdate], scheduler: Scheduler) -> list[RequestOutput]:

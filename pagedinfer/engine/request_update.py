@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Self
 
+from pagedinfer.engine.batch import BestTokens
 from pagedinfer.engine.request import Request
 
 
@@ -14,6 +16,13 @@ class TopTokens:
     rank: int  # of the drawn token, from 1
     token_ids: list[int]  # the best ones, falling: at most as many as the request asks for
     logprobs: list[float]
+
+    @classmethod
+    def of_row(cls, best: BestTokens, row: int, count: int) -> Self:
+        """Of one position, `count` tokens or as many as there are."""
+        token_ids = [token for token in best.top_ids[row, :count].tolist() if token >= 0]
+        logprobs: list[float] = best.top_logprobs[row, : len(token_ids)].tolist()
+        return cls(int(best.ranks[row]), token_ids, logprobs)
 
 
 @dataclass(slots=True)

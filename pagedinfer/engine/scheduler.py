@@ -265,19 +265,12 @@ class Scheduler:
                 update = RequestUpdate(request, row, [token], [logprob])
             updates.append(update)
             if request.num_logprobs is not None:
-                update.top = _top_tokens(output, row, request.num_logprobs)
+                if output.best is None:
+                    raise ValueError("a request of this step asks for the best tokens, and it reports none")
+                update.top = TopTokens.of_row(output.best, row, request.num_logprobs)
             if status is not None:
                 self._finish(request, status)
                 update.finish_reason = status.finish_reason
                 update.stop_reason = request.stop_reason
         self.counters.num_generated_tokens += num_generated
         return updates
-
-
-def _top_tokens(output: StepOutput, row: int, count: int) -> TopTokens:
-    """What a step reports of one row; there may be fewer tokens than `count`."""
-    if output.ranks is None or output.top_ids is None or output.top_logprobs is None:
-        raise ValueError("a request of this step asks for the best tokens, and its output has none")
-    token_ids = [token for token in output.top_ids[row, :count].tolist() if token >= 0]
-    logprobs: list[float] = output.top_logprobs[row, : len(token_ids)].tolist()
-    return TopTokens(int(output.ranks[row]), token_ids, logprobs)

@@ -31,14 +31,46 @@ def best_tokens(logits: Tensor, token_ids: Tensor, num_top: int, vocab_size: int
 
 
 class BestTokensOnTheWay:
-    """The best tokens of a step, going to the host; to be looked at once the step has ended."""
+    """The best tokens of some rows of a step, going to the host; look at them once the step has ended.
 
-    def __init__(self, best: ops.TopLogprobs) -> None:
+    Args:
+        best: of the rows, on the device; may be overwritten by the next step.
+        rows: which of the step's rows they are, in rising order; None: the first ones.
+        num_rows: how many the step has; None: as many as `best`.
+    """
+
+    def __init__(
+        self, best: ops.TopLogprobs, rows: list[int] | None = None, num_rows: int | None = None
+    ) -> None:
+        self._rows = rows
+        self._num_rows = best.ranks.shape[0] if num_rows is None else num_rows
+        count = None if rows is not None else self._num_rows
         tensors = (best.logprobs, best.ranks, best.top_ids, best.top_logprobs)
-        self._tensors = [tensor.to("cpu", non_blocking=True) for tensor in tensors]
+        self._tensors = [_to_host(tensor[:count]) for tensor in tensors]
 
     def result(self) -> BestTokens:
-        return BestTokens(*(tensor.numpy() for tensor in self._tensors))
+        """Of all rows of the step; rank 0 and ids of -1 in those that nothing is known of."""
+        found = BestTokens(*(tensor.numpy() for tensor in self._tensors))
+        if self._rows is None:
+            return found
+        shape = (self._num_rows, found.top_ids.shape[1])
+        best = BestTokens(
+            np.zeros(self._num_rows, np.float32),
+            np.zeros(self._num_rows, np.int64),
+            np.full(shape, -1, np.int64),
+            np.full(shape, -np.inf, np.float32),
+        )
+        for name in ("logprobs", "ranks", "top_ids", "top_logprobs"):
+            getattr(best, name)[self._rows] = getattr(found, name)
+        return best
+
+
+def _to_host(tensor: Tensor) -> Tensor:
+    """A copy, on its way without anybody waiting for it."""
+    if not tensor.is_cuda:
+        return tensor.clone()
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return host.copy_(tensor, non_blocking=True)
 
 
 @dataclass(frozen=True, slots=True)

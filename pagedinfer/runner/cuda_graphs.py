@@ -2,7 +2,9 @@
 
 A step of a large model is a few hundred launches, and launching them one by one takes longer than the GPU
 needs for a small batch. A graph holds them all, from the gathering of the inputs to the drawn tokens, and is
-launched at once. It is fixed in shape; a batch is padded to the next size that there is a graph for.
+launched at once. It is fixed in shape; a batch is padded to the next size that there is a graph for. What
+some requests ask for beyond their tokens makes a variant of the step, with graphs of its own, which are
+captured when they are needed first.
 """
 
 from __future__ import annotations
@@ -12,21 +14,46 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from pagedinfer import ops
 from pagedinfer.distributed.group import SINGLE_RANK, Group
+from pagedinfer.runner.best_tokens import BestTokensOnTheWay
 from pagedinfer.runner.prefix_groups import PACKED_PREFIXES
 from pagedinfer.runner.step_result import DrawnTokens, StepResult
 
-Compute = Callable[[Tensor, Tensor | None, DrawnTokens], None]
+
+@dataclass(frozen=True, slots=True)
+class StepVariant:
+    """What a step of decodes does besides drawing tokens from the logits as they are."""
+
+    changes: int | None = None
+    """Changes logits, by the tensors of this number (see `Sampler.prepare`)."""
+    num_best: int | None = None
+    """Finds so many of the best tokens of each row."""
+    with_prefixes: bool = False
+    """Reads prefixes that requests share apart; `DecodeGraphs.run` sees to it."""
+
+    @property
+    def only_draws(self) -> bool:
+        """Whether its requests ask for nothing but tokens; graphs of these are always kept."""
+        return self.changes is None and self.num_best is None
+
+
+PLAIN = StepVariant()
+
+Compute = Callable[[Tensor, Tensor | None, DrawnTokens, StepVariant], ops.TopLogprobs | None]
 """A step from int32 [3, size] (see `InputBatch.pack_decodes`) and the prefixes that its requests share, if it
-reads those apart (see `pack_prefixes`), which writes what it draws."""
+reads those apart (see `pack_prefixes`), which writes what it draws; gives the best tokens if the variant has
+them."""
 
 _PADDING = np.array([[-1], [0], [-1]], np.int32)  # a row without a request: slot, length, new block
+_MOST_VARIANTS = 24  # graphs of variants that are kept; each takes some MB of the driver's memory
 
 
 class DecodeGraphs:
@@ -47,7 +74,7 @@ class DecodeGraphs:
         self._inputs = torch.zeros(num_inputs, dtype=torch.int32, device=device)
         memory = torch.empty(DrawnTokens.nbytes(self.max_rows), dtype=torch.uint8, device=device)
         self._drawn = {size: DrawnTokens(size, device, memory) for size in self.sizes}
-        self._graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}  # by size, and whether with prefixes
+        self._graphs: dict[tuple[int, StepVariant], _Graph] = {}  # of variants: the latest used last
         self._stream: torch.cuda.Stream | None = None
         if device.type == "cuda" and self.sizes:
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -58,6 +85,7 @@ class DecodeGraphs:
         packed: npt.NDArray[np.int32],
         compute: Compute,
         prefixes: npt.NDArray[np.int32] | None = None,
+        variant: StepVariant = PLAIN,
     ) -> StepResult:
         """Starts a step of int32 [3, n], n at most `max_rows`; captures it first if it is new.
 
@@ -65,8 +93,9 @@ class DecodeGraphs:
         """
         num_rows = packed.shape[1]
         size = self.sizes[bisect_left(self.sizes, num_rows)]
-        key = (size, prefixes is not None)
+        key = (size, replace(variant, with_prefixes=prefixes is not None))
         if self._stream is not None and key not in self._graphs:
+            self._make_room(variant)
             self._capture(*key, compute, self._stream)
         length = 3 * size + (0 if prefixes is None else len(prefixes))
         staging = torch.empty(length, dtype=torch.int32, pin_memory=self._stream is not None)
@@ -76,15 +105,21 @@ class DecodeGraphs:
         rows[:, num_rows:] = _PADDING
         host[3 * size :] = () if prefixes is None else prefixes
         self._inputs[:length].copy_(staging, non_blocking=True)
+        drawn = self._drawn[size]
         if self._stream is None:
-            compute(*self._inputs_of(*key), self._drawn[size])
+            best = compute(*self._inputs_of(*key), drawn, key[1])
         else:
-            self._graphs[key].replay()
-        return StepResult(self._drawn[size], num_rows)
+            captured = self._graphs[key]
+            if not variant.only_draws:
+                self._graphs[key] = self._graphs.pop(key)
+            captured.graph.replay()
+            best = captured.best
+        on_the_way = None if best is None else BestTokensOnTheWay(best, num_rows=num_rows)
+        return StepResult(drawn, num_rows, on_the_way)
 
-    def _inputs_of(self, size: int, with_prefixes: bool) -> tuple[Tensor, Tensor | None]:
+    def _inputs_of(self, size: int, variant: StepVariant) -> tuple[Tensor, Tensor | None]:
         rows, rest = self._inputs[: 3 * size].view(3, size), self._inputs[3 * size :]
-        return rows, rest[:PACKED_PREFIXES] if with_prefixes else None
+        return rows, rest[:PACKED_PREFIXES] if variant.with_prefixes else None
 
     def capture(self, sizes: Sequence[int], compute: Compute, *, seconds: float) -> int:
         """Captures these sizes until so much time has passed; returns how many graphs there are.
@@ -95,8 +130,10 @@ class DecodeGraphs:
             deadline = time.monotonic() + seconds
             for size in sizes:
                 # All ranks or none: the graph begins with a step that they run together.
-                if (size, False) not in self._graphs and self._group.least([time.monotonic() < deadline])[0]:
-                    self._capture(size, False, compute, self._stream)
+                if (size, PLAIN) in self._graphs:
+                    continue
+                if self._group.least([time.monotonic() < deadline])[0]:
+                    self._capture(size, PLAIN, compute, self._stream)
         return len(self._graphs)
 
     def close(self) -> None:
@@ -105,17 +142,32 @@ class DecodeGraphs:
             self._graphs.clear()
             torch._C._cuda_clearCublasWorkspaces()  # torch keeps one for each stream that ever ran a GEMM
 
-    def _capture(self, size: int, with_prefixes: bool, compute: Compute, stream: torch.cuda.Stream) -> None:
-        rows, prefixes = self._inputs_of(size, with_prefixes)
+    def _make_room(self, variant: StepVariant) -> None:
+        """Drops graphs of variants that are not used any more, or not lately, before another is captured."""
+        if variant.only_draws:
+            return
+        kept = [key for key in self._graphs if not key[1].only_draws]
+        stale = []
+        if variant.changes is not None:
+            stale = [key for key in kept if key[1].changes not in (None, variant.changes)]
+            kept = [key for key in kept if key not in stale]
+        stale += kept[: max(0, len(kept) + 1 - _MOST_VARIANTS)]
+        if stale:
+            torch.cuda.synchronize(self._device)  # they may be running
+        for key in stale:
+            del self._graphs[key]
+
+    def _capture(self, size: int, variant: StepVariant, compute: Compute, stream: torch.cuda.Stream) -> None:
+        rows, prefixes = self._inputs_of(size, variant)
         rows.copy_(torch.from_numpy(np.broadcast_to(_PADDING, (3, size)).copy()))
         if prefixes is not None:
             prefixes.zero_()
-        compute(rows, prefixes, self._drawn[size])  # loads kernels, which a capture cannot
+        compute(rows, prefixes, self._drawn[size], variant)  # loads kernels, which a capture cannot
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(stream), _no_garbage_collection():
             graph.capture_begin(self._pool, "thread_local")
             try:
-                compute(rows, prefixes, self._drawn[size])
+                best = compute(rows, prefixes, self._drawn[size], variant)
             except BaseException:
                 with suppress(RuntimeError):  # it says that the capture has failed
                     graph.capture_end()
@@ -123,7 +175,14 @@ class DecodeGraphs:
                     self._pool = torch.cuda.graph_pool_handle()
                 raise
             graph.capture_end()
-        self._graphs[size, with_prefixes] = graph
+        self._graphs[size, variant] = _Graph(graph, best)
+
+
+@dataclass(frozen=True, slots=True)
+class _Graph:
+    graph: torch.cuda.CUDAGraph
+    best: ops.TopLogprobs | None
+    """Where it writes the best tokens, in memory of its own."""
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from pagedinfer.layers.attention import AttentionBatch
 from pagedinfer.models.causal_lm import CausalLM
 from pagedinfer.models.model_config import ModelConfig
 from pagedinfer.runner.best_tokens import PromptRater
-from pagedinfer.runner.cuda_graphs import DecodeGraphs
+from pagedinfer.runner.cuda_graphs import DecodeGraphs, StepVariant
 from pagedinfer.runner.input_batch import InputBatch, StepInputs
 from pagedinfer.runner.kv_cache import KVCache
 from pagedinfer.runner.prefix_groups import pack_prefixes, unpack_prefixes
@@ -44,8 +44,7 @@ class ModelRunner:
     """A model, its KV cache and the state of the requests in its slots.
 
     Steps of decodes alone are padded to one of `decode_sizes` and run as CUDA graphs on a GPU. Other steps,
-    those with a request that changes its logits or asks for more than tokens, and all if there are no sizes,
-    are run as they are.
+    those with a request whose sampling looks at the host, and all if there are no sizes, are run as they are.
 
     `num_known_tokens`: token ids from here on are never drawn; by default all may be. `grammars`: of
     structured outputs; None: no request may have one. `group`: the ranks that share the model; each draws
@@ -112,10 +111,14 @@ class ModelRunner:
             self._top_logprobs.set(admitted.slot, admitted.num_logprobs)
         self._cache.move(batch)
         self._sampler.upload()
-        if self._can_be_graph(batch):
+        variant = self._variant(batch)
+        if variant is not None:
             packed = self._inputs.pack_decodes(batch)
             if packed is not None:
-                return self._graphs.run(packed, self._decode, pack_prefixes(batch.shared_prefixes))
+                prefixes = pack_prefixes(batch.shared_prefixes)
+                result = self._graphs.run(packed, self._decode, prefixes, variant)
+                self._sampler.note(batch.requests, result.token_ids)
+                return result
         return self._run(batch)
 
     def _run(self, batch: Batch) -> StepResult:
@@ -132,26 +135,41 @@ class ModelRunner:
         with _full_float32():
             prompts = self._prompt_rater.rate(batch, hidden, self._model.compute_logits)
         logits = self._compute_logits(inputs, hidden)
-        top = None
+        best = None
         if logits is not None:
             logits = self._draw(inputs, logits, drawn, sampled)
-            if logits is not None and self._top_logprobs.wanted_by(batch):
-                top = self._top_logprobs.compute(batch, logits, drawn.token_ids)
-        return StepResult(drawn, len(sampled), top, prompts)
+            if logits is not None and self._top_logprobs.most_wanted(batch) is not None:
+                best = self._top_logprobs.compute(batch, logits, drawn.token_ids)
+        return StepResult(drawn, len(sampled), best, prompts)
 
-    def _can_be_graph(self, batch: Batch) -> bool:
-        """Whether a graph may serve this step, if it is one of decodes alone."""
-        return (
-            len(batch.requests) <= self._graphs.max_rows
-            and self._sampler.is_plain(batch.requests)
-            and not self._top_logprobs.wanted_by(batch)
-        )
+    def _variant(self, batch: Batch) -> StepVariant | None:
+        """Which graph may serve this step, if it is one of decodes alone; None: no graph can."""
+        requests = batch.requests
+        if batch.admitted or len(requests) > self._graphs.max_rows:
+            return None
+        if not self._sampler.can_be_captured(requests):
+            return None
+        num_best = self._top_logprobs.most_wanted(batch)
+        if num_best is not None:
+            num_best = self._top_logprobs.captured_count(num_best)
+            if num_best is None:
+                return None
+        return StepVariant(self._sampler.prepare(requests), num_best)
 
-    def _decode(self, packed: Tensor, prefixes: Tensor | None, drawn: DrawnTokens) -> None:
-        """A step of decodes alone; see `InputBatch.prepare_decodes` and `pack_prefixes`."""
+    def _decode(
+        self, packed: Tensor, prefixes: Tensor | None, drawn: DrawnTokens, variant: StepVariant
+    ) -> ops.TopLogprobs | None:
+        """A step of decodes alone: see `InputBatch.prepare_decodes`, `pack_prefixes`. Waits for nothing."""
         inputs = self._inputs.prepare_decodes(packed)
         hidden = self._forward(inputs, None if prefixes is None else unpack_prefixes(prefixes))
-        self._draw(inputs, self._compute_logits(inputs, hidden), drawn, ())
+        logits = self._compute_logits(inputs, hidden)
+        assert logits is not None
+        slots, positions = inputs.sample_slots, inputs.output_positions
+        self._sampler.draw(logits, slots, positions, drawn, changing=variant.changes is not None)
+        self._inputs.set_last_tokens(slots, drawn.token_ids)
+        if variant.num_best is None:
+            return None
+        return self._top_logprobs.of_all_rows(logits, drawn.token_ids, variant.num_best)
 
     def _draw(
         self,

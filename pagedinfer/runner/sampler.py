@@ -21,7 +21,7 @@ from pagedinfer.runner.upload import upload
 from pagedinfer.sampling_params import SamplingParams
 
 _INT64 = 2**64
-_BYTES = 24  # of the parameters of a slot
+_BYTES = 25  # of the parameters of a slot
 
 
 class Sampler:
@@ -61,11 +61,12 @@ class Sampler:
         self._top_p = of_slots(12, np.float32)
         self._min_p = of_slots(16, np.float32)
         self._top_k = of_slots(20, np.int32)
+        self._wants_logprob = of_slots(24, np.bool_)
         self._top_p.fill(1.0)
         self._changed = True
         self._packed = torch.zeros(_BYTES * max_num_seqs, dtype=torch.uint8, device=device)
-        seeds, temperature, top_p, min_p, top_k = torch.split(
-            self._packed, [n * max_num_seqs for n in (8, 4, 4, 4, 4)]
+        seeds, temperature, top_p, min_p, top_k, wants_logprob = torch.split(
+            self._packed, [n * max_num_seqs for n in (8, 4, 4, 4, 4, 1)]
         )
         self._parameters = {
             "seeds": seeds.view(torch.int64),
@@ -73,6 +74,7 @@ class Sampler:
             "top_p": top_p.view(torch.float32),
             "min_p": min_p.view(torch.float32),
             "top_k": top_k.view(torch.int32),
+            "wants_logprob": wants_logprob.view(torch.bool),
         }
         self._history = TokenHistory()
         self._changes = SlotChanges(
@@ -91,6 +93,7 @@ class Sampler:
         slot, params, seed = request.slot, request.sampling_params, request.seed
         self._temperature[slot] = params.temperature
         self._top_k[slot] = params.top_k
+        self._wants_logprob[slot] = request.num_logprobs is not None
         self._top_p[slot] = params.top_p
         self._min_p[slot] = params.min_p
         self._seeds[slot] = seed - _INT64 if seed >= _INT64 // 2 else seed  # the same 64 bits, signed
@@ -122,16 +125,45 @@ class Sampler:
             self._packed.copy_(packed)
             self._changed = False
 
-    def is_plain(self, requests: Sequence[ScheduledRequest]) -> bool:
-        """Whether all these requests are sampled by their logits as they are.
-
-        Then `sample` may be told of no requests, and do the same in every step, as a CUDA graph does.
-        """
-        if not self._processed and not self._changes.in_use:
-            return True
+    def can_be_captured(self, requests: Sequence[ScheduledRequest]) -> bool:
+        """Whether a CUDA graph may draw for these requests: `prepare` before it, `draw` in it."""
+        special = self._processed.keys() | self._rated
         return not any(
-            request.slot in self._processed or self._changes.changes(request) for request in requests
+            request.slot in special or self._changes.waits_for_host(request) for request in requests
         )
+
+    def prepare(self, requests: Sequence[ScheduledRequest]) -> int | None:
+        """Tells the device what is new in the changes of those requests' logits.
+
+        Returns:
+            A number for the tensors that `draw` is to use; None if none of these requests has changes.
+        """
+        changes = self._changes.prepare(requests)
+        return None if changes is None else self._changes.version
+
+    def draw(
+        self, logits: Tensor, slots: Tensor, positions: Tensor, out: DrawnTokens, *, changing: bool
+    ) -> None:
+        """The device's part of `sample` for requests that can be captured; waits for nothing.
+
+        Args:
+            logits, slots, positions, out: see `sample`.
+            changing: some of the requests have changes; without, all are taken to have none.
+        """
+        ops.sample_tokens(
+            logits,
+            slots,
+            positions=positions,
+            vocab_size=self._num_known_tokens,
+            token_ids=out.token_ids,
+            logprobs=out.logprobs,
+            changes=self._changes.tensors if changing else None,
+            **self._parameters,
+        )
+
+    def note(self, requests: Sequence[ScheduledRequest], token_ids: Tensor) -> None:
+        """What `draw` drew for these requests, the first rows."""
+        self._history.note(requests, token_ids)
 
     def sample(
         self,
@@ -148,8 +180,8 @@ class Sampler:
             slots: int32 [num_rows], the slot of each row; -1 is padding.
             positions: int64 [max_num_seqs], by slot: the index of the generated token, from 0.
             out: of num_rows rows. A token is -1 where none could be drawn; its log-probability is that
-                before temperature and filters.
-            requests: those that draw, in the order of the rows; may be left out if they are plain.
+                before temperature and filters, 0 for a request that wants none.
+            requests: those that draw, in the order of the rows.
 
         Returns:
             The logits by which the tokens are to be rated, [num_rows, padded vocabulary].
@@ -158,23 +190,15 @@ class Sampler:
             (row, self._processed[r.slot]) for row, r in enumerate(requests) if r.slot in self._processed
         ]
         drawn_from = self._process(logits, requests, processed) if processed else logits
-        changes = self._changes.prepare(requests)
+        changing = self.prepare(requests) is not None
         rated = [row for row, request in enumerate(requests) if request.slot in self._rated]
         if rated:
             (rows,) = upload([np.array(rated, np.int64)], self._device)
             rated_slots = slots[rows].long()
+            changes = self._changes.tensors if changing else None
             changed = changed_logits(drawn_from[rows, : self._num_known_tokens], rated_slots, changes)
-        ops.sample_tokens(
-            drawn_from,
-            slots,
-            positions=positions,
-            vocab_size=self._num_known_tokens,
-            token_ids=out.token_ids,
-            logprobs=out.logprobs,
-            changes=changes,
-            **self._parameters,
-        )
-        self._history.note(requests, out.token_ids)
+        self.draw(drawn_from, slots, positions, out, changing=changing)
+        self.note(requests, out.token_ids)
         if processed:
             raw = ops.top_logprobs(logits, out.token_ids, 0, vocab_size=self._num_known_tokens)
             out.logprobs.copy_(raw.logprobs)

@@ -74,6 +74,13 @@ class SlotChanges:
         self._biases: dict[int, _Biases] = {}
         self._changed = True
         self._tensors: ops.LogitsChanges | None = None
+        self.version = 0
+        """Another one when the tensors are others: a CUDA graph of a former one would use those of then."""
+
+    @property
+    def tensors(self) -> ops.LogitsChanges | None:
+        """All slots', as they are now; None: there never was a change."""
+        return self._tensors
 
     def set(self, request: AdmittedRequest) -> None:
         """What changes the logits of a request that takes a slot."""
@@ -122,6 +129,10 @@ class SlotChanges:
     def changes(self, request: ScheduledRequest) -> bool:
         """Whether the logits of a request are changed."""
         return bool(self._kinds[request.slot])
+
+    def waits_for_host(self, request: ScheduledRequest) -> bool:
+        """Whether it takes the CPU long to know a request's changes, best done while the model runs."""
+        return request.slot in self._masks
 
     def prepare(self, sampled: Sequence[ScheduledRequest]) -> ops.LogitsChanges | None:
         """The changes of a step that draws for these requests; None if there are none."""
@@ -184,6 +195,7 @@ class SlotChanges:
     def _replace(self, **tensors: Tensor) -> None:
         assert self._tensors is not None
         self._tensors = replace(self._tensors, **tensors)
+        self.version += 1
 
     def _widen(self, tensors: ops.LogitsChanges, capacity: int) -> None:
         """Makes room for so many biases of one slot."""

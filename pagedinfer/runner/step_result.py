@@ -8,7 +8,6 @@ from torch import Tensor
 from pagedinfer.engine.batch import StepOutput
 from pagedinfer.runner.best_tokens import BestTokensOnTheWay, join
 from pagedinfer.runner.kv_cache import KVCache
-from pagedinfer.runner.top_logprobs import TopLogprobsResult
 
 
 class DrawnTokens:
@@ -35,17 +34,19 @@ class DrawnTokens:
 class StepResult:
     """The first `num_rows` rows of what a step drew, on their way to the host.
 
-    `top`: the best tokens of some of them, likewise; `prompts`: see `PromptRater.rate`.
+    `best`: the best tokens of each, likewise; `prompts`: see `PromptRater.rate`.
     """
 
     def __init__(
         self,
         drawn: DrawnTokens,
         num_rows: int,
-        top: TopLogprobsResult | None = None,
+        best: BestTokensOnTheWay | None = None,
         prompts: dict[str, tuple[int, list[BestTokensOnTheWay]]] | None = None,
     ) -> None:
-        self._top = top
+        self._best = best
+        self.token_ids = drawn.token_ids
+        """int64 [num_rows and more], on the device; the next step may overwrite it."""
         self._prompts = prompts or {}
         self._num_rows = num_rows
         self._num_padded_rows = drawn.token_ids.shape[0]
@@ -73,10 +74,9 @@ class StepResult:
         output = StepOutput(
             packed[:split].view("int64")[: self._num_rows],
             packed[split:].view("float32")[: self._num_rows],
+            best=None if self._best is None else self._best.result(),
             prompts={name: (first, join(pieces)) for name, (first, pieces) in self._prompts.items()},
         )
         if self.cache is not None:
             output.swaps_in_done = self.cache.swaps_in_done
-        if self._top is not None:
-            self._top.add_to(output)
         return output

@@ -33,12 +33,15 @@ class TokenHistory:
             del self._outputs[slot], self._prompts[slot]
 
     def note(self, requests: Sequence[ScheduledRequest], token_ids: Tensor) -> None:
-        """What a step draws for these requests, int64 [len(requests)]; it need not be there yet."""
+        """What a step draws for these requests, int64 [len(requests) and more].
+
+        It need not be there yet, and may be overwritten by the next step.
+        """
         if not self._outputs:
             return
         rows = [(row, request.slot) for row, request in enumerate(requests) if request.slot in self._outputs]
         if rows:
-            self._drawn.append((rows, token_ids))
+            self._drawn.append((rows, token_ids.clone()))
 
     def prompt(self, slot: int) -> list[int]:
         return self._prompts[slot]

@@ -7,9 +7,12 @@ import torch
 from torch import Tensor
 
 from pagedinfer import ops
-from pagedinfer.engine.batch import Batch, StepOutput
-from pagedinfer.runner.best_tokens import best_tokens
+from pagedinfer.engine.batch import Batch
+from pagedinfer.runner.best_tokens import BestTokensOnTheWay, best_tokens
 from pagedinfer.runner.upload import upload
+
+_CAPTURED_COUNTS = (5, 20)
+"""Numbers of best tokens that there are CUDA graphs for: what the usual servers show at most, and allow."""
 
 
 class TopLogprobs:
@@ -26,14 +29,28 @@ class TopLogprobs:
         self._num_wanting += (num_logprobs is not None) - (self._wanted[slot] is not None)
         self._wanted[slot] = num_logprobs
 
-    def wanted_by(self, batch: Batch) -> bool:
-        """Whether a request that draws in this step asks for any."""
-        wanted = self._wanted
-        return self._num_wanting > 0 and any(
-            request.sample and wanted[request.slot] is not None for request in batch.requests
-        )
+    def most_wanted(self, batch: Batch) -> int | None:
+        """The most tokens that a request asks for which draws in this step; None: nobody asks."""
+        if self._num_wanting == 0:
+            return None
+        wanted = [self._wanted[request.slot] for request in batch.requests if request.sample]
+        return max((count for count in wanted if count is not None), default=None)
 
-    def compute(self, batch: Batch, logits: Tensor, token_ids: Tensor) -> TopLogprobsResult:
+    def captured_count(self, most_wanted: int) -> int | None:
+        """For how many tokens a CUDA graph should be made that serves `most_wanted`; None: for none."""
+        counts = [min(count, self._vocab_size) for count in _CAPTURED_COUNTS]
+        return next((count for count in counts if count >= most_wanted), None)
+
+    def of_all_rows(self, logits: Tensor, token_ids: Tensor, count: int) -> ops.TopLogprobs:
+        """The same for every row, asked for or not; waits for nothing.
+
+        Args:
+            logits: [rows, padded vocabulary].
+            token_ids: int64 [rows], what was drawn.
+        """
+        return ops.top_logprobs(logits, token_ids, count, vocab_size=self._vocab_size)
+
+    def compute(self, batch: Batch, logits: Tensor, token_ids: Tensor) -> BestTokensOnTheWay:
         """What a step reports, on its way to the host.
 
         Args:
@@ -47,26 +64,4 @@ class TopLogprobs:
         if len(rows) < len(wanted):
             (index,) = upload([np.array(rows, np.int64)], self._device)
             logits, token_ids = logits.index_select(0, index), token_ids.index_select(0, index)
-        top = best_tokens(logits, token_ids, most, self._vocab_size)
-        return TopLogprobsResult(rows, len(wanted), top)
-
-
-class TopLogprobsResult:
-    """Ranks and best tokens of some rows of a step. Read it when the step's event has passed."""
-
-    def __init__(self, rows: list[int], num_rows: int, top: ops.TopLogprobs) -> None:
-        self._rows = rows
-        self._num_rows = num_rows
-        self._ranks = top.ranks.to("cpu", non_blocking=True)
-        self._top_ids = top.top_ids.to("cpu", non_blocking=True)
-        self._top_logprobs = top.top_logprobs.to("cpu", non_blocking=True)
-
-    def add_to(self, output: StepOutput) -> None:
-        """Gives a step's output its `ranks`, `top_ids` and `top_logprobs`."""
-        num_top = self._top_ids.shape[1]
-        output.ranks = np.zeros(self._num_rows, np.int64)
-        output.top_ids = np.full((self._num_rows, num_top), -1, np.int64)
-        output.top_logprobs = np.full((self._num_rows, num_top), -np.inf, np.float32)
-        output.ranks[self._rows] = self._ranks.numpy()
-        output.top_ids[self._rows] = self._top_ids.numpy()
-        output.top_logprobs[self._rows] = self._top_logprobs.numpy()
+        return BestTokensOnTheWay(best_tokens(logits, token_ids, most, self._vocab_size), rows, len(wanted))

@@ -241,7 +241,7 @@ def test_more_choices_than_slots_all_finish_and_share_the_prompt(engine: LLMEngi
 
 def test_each_choice_has_the_logprobs_of_its_own_tokens(engine: LLMEngine, tiny_llama: TinyModel) -> None:
     prompt = [3 + 5 * i for i in range(19)]
-    engine.add_request("a", {"prompt_token_ids": prompt}, sampled(4))
+    engine.add_request("a", {"prompt_token_ids": prompt}, sampled(4, logprobs=0))
     for choice in run(engine)["a"][-1].outputs:
         logits = transformers_logits(tiny_llama.reference, prompt + choice.token_ids)
         drawn = (

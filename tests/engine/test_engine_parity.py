@@ -22,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 NUM_TOKENS = 64
 PROMPTS = random_prompts((1, 5, 16, 17, 33, 100))
-GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
+GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=0)
 
 MODELS: dict[str, dict[str, Any]] = {
     "grouped-query": {},

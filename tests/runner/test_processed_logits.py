@@ -60,7 +60,7 @@ def test_the_modes_through_the_engine(tiny_llama: TinyModel) -> None:
     params = [
         SamplingParams(temperature=0.7, top_k=4, seed=1, max_tokens=8, ignore_eos=True, logprobs=6),
         SamplingParams(temperature=0.0, logit_bias={9: 100.0}, max_tokens=8, ignore_eos=True, logprobs=1),
-        SamplingParams(temperature=0.9, seed=2, max_tokens=8, ignore_eos=True),
+        SamplingParams(temperature=0.9, seed=2, max_tokens=8, ignore_eos=True, logprobs=0),
     ]
     results = []
     for mode in ("raw_logprobs", "processed_logprobs"):
@@ -78,7 +78,8 @@ def test_the_modes_through_the_engine(tiny_llama: TinyModel) -> None:
         )
     assert processed[1].cumulative_logprob == pytest.approx(0.0, abs=1e-3)
     assert raw[1].cumulative_logprob < -1
-    assert processed[2].cumulative_logprob == raw[2].cumulative_logprob
+    # Without filters only the temperature is between the two.
+    assert processed[2].cumulative_logprob != pytest.approx(raw[2].cumulative_logprob, abs=1e-2)
     total = sum(
         entry[t].logprob for entry, t in zip(processed[0].logprobs or [], processed[0].token_ids, strict=True)
     )
