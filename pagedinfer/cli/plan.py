@@ -97,7 +97,7 @@ def _text(plan: Plan, lengths: list[int]) -> str:
     rates = _decode(plan, lengths[0])
     for rate in rates:
         lines.append(
-            f"  decoding {rate['requests']:,} requests of {lengths[0]:,} tokens: at most "
+            f"  decoding {rate['requests']:,} at once, of {lengths[0]:,} tokens: at most "
             f"{rate['tokens_per_second']:,.0f} tokens/s, {1e3 * rate['seconds_a_step']:.1f} ms a step"
         )
     prefill = plan.prefill_tokens_per_second()

@@ -77,7 +77,7 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         again = "the same schedule" if not num_different else f"{num_different:,} STEPS SCHEDULED OTHERWISE"
         print(f"Replayed {len(trace.steps):,} steps with the trace's own parameters: {again}.")
-        print(f"A step takes {costs.describe()}.\n")
+        print(f"Cost model: {costs.describe()}.\n")
         print(comparison.text(runs))
     if arguments.plot:
         comparison.plot(runs, arguments.plot)

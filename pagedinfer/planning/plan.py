@@ -110,7 +110,7 @@ def make_plan(config: ModelConfig, gpu: Gpu, settings: Settings = Settings()) ->
     weights = weight_bytes(config, parameters, width, ranks, wanted_len)
     step = step_bytes(config, width, ranks, seqs, tokens, wanted_len, settings.block_size)
     graphs = 0
-    if not settings.enforce_eager and not parameters.experts:
+    if not settings.enforce_eager:
         graphs = _GRAPHS_BYTES + _GRAPH_BYTES * len(decode_sizes(seqs))
     spare = margin(step)
     free = gpu.memory - _CONTEXT_BYTES
