@@ -56,7 +56,11 @@ class GrammarCompiler:
             return compiled.deep_copy()
 
     def prepare(self) -> None:
-        """Reads the vocabulary now, which takes a second for a large one, and not at the first request."""
+        """Reads the vocabulary now, which takes a second for a large one, and not at the first request.
+
+        Raises:
+            ValueError: as `matcher`.
+        """
         with self._lock:
             self._vocabulary()
 
@@ -64,11 +68,6 @@ class GrammarCompiler:
     def num_cached(self) -> int:
         """How many compiled grammars are kept."""
         return len(self._cached)
-
-    @property
-    def num_mask_words(self) -> int:
-        """Of a matcher's mask, 32 tokens in each."""
-        return -(-int(self._vocabulary().vocab_size) // 32)
 
     def _compile(self, params: StructuredOutputsParams) -> LLMatcher:
         llguidance = _llguidance()

@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from pagedinfer.config import EngineConfig
+from pagedinfer.engine.garbage import FrozenGarbage
 from pagedinfer.engine.grammars import check_grammar
 from pagedinfer.engine.input_processor import InputProcessor, ProcessedPrompt, Prompt, truncate
 from pagedinfer.engine.logprob_maker import LogprobMaker
@@ -76,6 +77,7 @@ class AsyncEngine:
         self._reader: asyncio.Task[None] | None = None
         self._started = asyncio.Event()
         self._is_ready = False
+        self._frozen_garbage: FrozenGarbage | None = None
         self._dead: str | None = None  # why it is
         self._closing = False
         self._num_waiting = 0  # as last reported
@@ -114,6 +116,7 @@ class AsyncEngine:
             num_cpu_blocks=limits.num_cpu_blocks,
             max_model_len=limits.max_model_len,
         )
+        self._frozen_garbage = FrozenGarbage()  # later collections pass over transformers and the tokenizer
         self._is_ready = True
 
     async def close(self) -> None:
@@ -124,6 +127,8 @@ class AsyncEngine:
             if self._reader is not None:
                 await self._reader
             self._handle.close()
+        if self._frozen_garbage is not None:
+            self._frozen_garbage.release()
         self._die("the engine has been closed")
 
     def kill(self) -> None:

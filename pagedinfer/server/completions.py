@@ -46,6 +46,12 @@ async def create_completion(service: Service, body: CompletionBody, receive: Rec
     )
     if score_only:
         params = replace(params, stop=None, min_tokens=0)
+    if len(prompts) * params.n > service.settings.max_prompts:
+        raise invalid(
+            f"the prompts times n must be at most {service.settings.max_prompts}, got {len(prompts)} times "
+            f"{params.n}",
+            param="n",
+        )
     kind = RequestOutputKind.DELTA if body.stream else RequestOutputKind.FINAL_ONLY
     group = StreamGroup(service.engine, prompts, params, kind, service.priority(body))
     makers = [

@@ -6,6 +6,7 @@ it ends, the process that started this one is gone, and so this one goes too, wh
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import signal
@@ -13,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from typing import IO, TYPE_CHECKING, Any, Protocol
 
@@ -260,6 +262,8 @@ class LocalEngine:
         from pagedinfer.engine.engine import LLMEngine
 
         self._engine: LLMEngine = LLMEngine(EngineConfig(**config))
+        with suppress(ValueError):  # without llguidance or a tokenizer there are no grammars
+            self._engine.grammars.prepare()
         self.abort_request = self._engine.abort_request
         self.stop_choice = self._engine.stop_choice
         self.step = self._engine.step
@@ -319,6 +323,8 @@ def serve(make_engine: Callable[[dict[str, Any]], Engine]) -> int:
     launch = msgspec.json.decode(lifeline.readline(), type=Launch)
     threading.Thread(target=_end_with_parent, args=(lifeline, launch.folder), daemon=True).start()
     configure()
+    # Outputs come and go by the hundred in each step, and hold no cycles: looking for some costs a tenth.
+    gc.set_threshold(100_000, 50, 100)
     context = zmq.Context(io_threads=1)
     socket: zmq.Socket[bytes] = context.socket(zmq.PAIR)
     socket.set_hwm(0)

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import resource
 import signal
 import socket
 import stat
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 _LAST_ANSWERS_SECONDS = 2  # for the errors of a dead engine to reach their clients
+_MAX_FILES = 65_536
 _EXIT_DEAD, _EXIT_INTERRUPTED = 1, 130
 
 
@@ -71,6 +73,7 @@ def run_server(
     if config.chat_template is not None:
         read_template(config.chat_template)
     _log_settings(config, settings)
+    _allow_many_connections()
     listener = _listen_uds(uds) if uds is not None else _listen(host, port)
     _send_uvicorns_logs_to_ours(access_log)
     server = make_server(
@@ -196,6 +199,14 @@ def _listen_uds(path: str) -> socket.socket:
     except OSError as error:
         raise PagedinferError(f"cannot listen at {path}: {error}") from error
     return listener
+
+
+def _allow_many_connections() -> None:
+    """Each needs a file descriptor, and the usual soft limit is 1024."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _MAX_FILES if hard == resource.RLIM_INFINITY else min(_MAX_FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def _answers(path: str) -> bool:

@@ -22,7 +22,7 @@ class ServerSettings:
     max_body_bytes: int = 16 * 2**20
     max_header_bytes: int = 64 * 2**10
     max_prompts: int = 2048
-    """In one request."""
+    """In one request; each counts as often as it has choices."""
     max_choices: int = 128
     """The largest n."""
     allowed_origins: tuple[str, ...] = ()
