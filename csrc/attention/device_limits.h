@@ -16,7 +16,7 @@ struct DeviceLimits {
   int shared_per_sm, shared_per_block, shared_reserved;
 
   // Blocks of the decode kernel: fixed, so that a captured graph stays valid for any lengths.
-  int decode_grid() const { return num_sms * kDecodeBlocksPerSM; }
+  int decode_grid(int64_t head_dim) const { return num_sms * decode_blocks_per_sm(head_dim); }
 };
 
 cudaError_t device_limits(DeviceLimits* limits);

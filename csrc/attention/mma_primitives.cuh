@@ -23,9 +23,12 @@ __device__ __forceinline__ void copy_async(uint32_t to, const void* from, bool v
                : "memory");
 }
 
-// The same, always valid.
-__device__ __forceinline__ void copy_async_full(uint32_t to, const void* from) {
-  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(to), "l"(from)
+// The same, always valid, of what is read once: the second-level cache gives it up first.
+__device__ __forceinline__ void copy_async_once(uint32_t to, const void* from) {
+  uint64_t policy;
+  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2;" ::"r"(to),
+               "l"(from), "l"(policy)
                : "memory");
 }
 

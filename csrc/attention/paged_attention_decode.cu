@@ -156,8 +156,8 @@ struct TileLoader {
       for (int j = 0; j < kWarpTokens * Rows::kChunks / 32; ++j) {
         const int row = Walk::row(lane, j);
         const uint32_t to = stage + Rows::offset(row, Walk::chunk(lane, j));
-        copy_async_full(to, (row < 8 ? low : high) + j * 512);
-        copy_async_full(to + Traits::kRowsBytes, (row < 8 ? low_values : high_values) + j * 512);
+        copy_async_once(to, (row < 8 ? low : high) + j * 512);
+        copy_async_once(to + Traits::kRowsBytes, (row < 8 ? low_values : high_values) + j * 512);
       }
       advance();
       return;
@@ -368,7 +368,7 @@ struct WarpAttention {
 template <typename T, int HEAD_DIM>
 __global__ __launch_bounds__(
     DecodeTraits<HEAD_DIM>::kThreads,
-    kDecodeBlocksPerSM) void decode_kernel(const __grid_constant__ KernelParams p) {
+    decode_blocks_per_sm(HEAD_DIM)) void decode_kernel(const __grid_constant__ KernelParams p) {
   using Traits = DecodeTraits<HEAD_DIM>;
   extern __shared__ __align__(128) char shared[];
   const int warp = threadIdx.x / 32;
@@ -501,11 +501,11 @@ cudaError_t launch(KernelParams p, cudaStream_t stream) {
   const auto kernel = decode_kernel<T, HEAD_DIM>;
   DeviceLimits limits;
   if (cudaError_t status = device_limits(&limits); status != cudaSuccess) return status;
-  // As many stages as leave room for kDecodeBlocksPerSM blocks; three even if that is one block
+  // As many stages as leave room for decode_blocks_per_sm blocks; three even if that is one block
   // only.
   auto stages_in = [](int bytes) { return (bytes - Traits::kTailBytes) / Traits::kStageBytes; };
   const int shared_out =
-      stages_in(limits.shared_per_sm / kDecodeBlocksPerSM - limits.shared_reserved);
+      stages_in(limits.shared_per_sm / decode_blocks_per_sm(HEAD_DIM) - limits.shared_reserved);
   const int alone = stages_in(limits.shared_per_block);
   p.stages = larger(smaller(shared_out, kMaxStages), smaller(alone, 3));
   if (p.stages < kMinStages) return cudaErrorInvalidConfiguration;

@@ -49,8 +49,11 @@ constexpr int kPrefixSlot = kMaxChunks - 1;
 
 // Blocks of the decode grid for each multiprocessor. Two, with three stages of 32 KB each, is what
 // brings the bare loads of a paged cache closest to the memory's rate on an H200 (4.34 of 4.39
-// TB/s); one block with six stages reached 4.1.
-constexpr int kDecodeBlocksPerSM = 2;
+// TB/s); one block with six stages reached 4.1. Small heads have half the bytes to a step's
+// instructions: a third block gave 64 x 2,048 3.69 TB/s instead of 3.51.
+PAGEDINFER_HOST_DEVICE constexpr int decode_blocks_per_sm(int64_t head_dim) {
+  return head_dim <= 64 ? 3 : 2;
+}
 
 constexpr int kPrefillTileRows = 128;  // packed rows of a prefill tile
 
