@@ -21,7 +21,14 @@ from pagedinfer.distributed.messages import (
     encode_batch,
     encode_result,
 )
-from pagedinfer.engine.batch import AdmittedRequest, Batch, BestTokens, ScheduledRequest, StepOutput
+from pagedinfer.engine.batch import (
+    AdmittedRequest,
+    Batch,
+    BestTokens,
+    ScheduledRequest,
+    SharedPrefix,
+    StepOutput,
+)
 
 PARAMS = SamplingParams(
     temperature=0.5,
@@ -55,6 +62,7 @@ FULL = Batch(
     swaps_out=[(1, 2)],
     swaps_in=[(3, 4)],
     copies=[(5, 6)],
+    shared_prefixes=[SharedPrefix(2, 128)],
 )
 
 
