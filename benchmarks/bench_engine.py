@@ -13,8 +13,8 @@ Peers run the same after it, on the same machine (`--vs`). transformers runs eac
 left-padded batch, which waits for its slowest request. vLLM runs in a process of its own, from the same
 environment or from `--vllm-path`.
 
-What continuous batching gains shows in one engine by `--workloads W1,W1static --max-num-seqs 50`, and what
-batching gains at all by `--workloads W6a,W6b`.
+What continuous batching gains over static batches shows in one engine by `--workloads W1,W1/50
+--max-num-seqs 50`, and what batching gains at all by `--workloads W6a,W6b`.
 """
 
 from __future__ import annotations

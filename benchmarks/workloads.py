@@ -17,7 +17,6 @@ Batch = list[tuple[list[int], int]]  # (prompt token ids, output tokens) for eac
 
 DESCRIPTIONS = {
     "W1": "200 requests, 64..256 in, 100..300 out",
-    "W1static": "W1 in batches of 50, each of which waits for its slowest request",
     "W2": "256 requests, 100..1,024 in, 100..1,024 out",
     "W2s": "W2 with temperature 0.8, top_p 0.95, top_k 50",
     "W3": "1 request, 128 in, 256 out",
@@ -27,9 +26,6 @@ DESCRIPTIONS = {
     "W6b": "64 requests together, 64 in, 128 out",
     "mixed": "16 requests, 16..128 in, 16..128 out: for a CPU",
 }
-
-
-_STATIC = 50  # requests of a static batch
 
 
 @dataclass(frozen=True)
@@ -79,18 +75,22 @@ class _Draw:
 def workload(name: str, vocab_size: int) -> Workload:
     """One of DESCRIPTIONS, or ad hoc `RxIxO`: R requests at once of I tokens in and O out.
 
+    `NAME/N`: the requests of NAME in batches of N, each of which waits for its slowest one (static batching).
+
     Raises:
         ValueError: a name that is neither.
     """
     draw = _Draw(vocab_size)
-    if name in ("W1", "W1static", "W2", "W2s"):
+    if "/" in name:
+        whole, _, size = name.partition("/")
+        requests = [request for batch in workload(whole, vocab_size).batches for request in batch]
+        return Workload(name, [requests[i : i + int(size)] for i in range(0, len(requests), int(size))])
+    if name in ("W1", "W2", "W2s"):
         count, inputs, outputs = (
-            (200, (64, 256), (100, 300)) if name.startswith("W1") else (256, (100, 1024), (100, 1024))
+            (200, (64, 256), (100, 300)) if name == "W1" else (256, (100, 1024), (100, 1024))
         )
         lengths_in, lengths_out = draw.lengths(*inputs, count), draw.lengths(*outputs, count)
         batch = [(draw.prompt(i), o) for i, o in zip(lengths_in, lengths_out, strict=True)]
-        if name == "W1static":
-            return Workload(name, [batch[i : i + _STATIC] for i in range(0, count, _STATIC)])
         return Workload(name, [batch])
     if name == "mixed":
         lengths_in, lengths_out = draw.lengths(16, 128, 16), draw.lengths(16, 128, 16)
