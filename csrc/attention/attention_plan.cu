@@ -39,7 +39,7 @@ struct PlanKernelParams {
   const int32_t* query_start_loc;
   const int32_t* seq_lens;
   int32_t* plan;
-  int num_seqs, group, num_kv_heads, sliding_window, grid;
+  int num_seqs, group, num_kv_heads, sliding_window, grid, num_sms;
   bool deterministic;
   SharedPrefixes prefixes;
 };
@@ -250,9 +250,9 @@ __global__ __launch_bounds__(kThreads) void attention_plan_kernel(
   if (cost_sum > 0) atomicAdd(&prefill_cost, cost_sum * p.num_kv_heads);
   __syncthreads();
   if (threadIdx.x == 0) {
-    header->prefill_blocks = prefill_blocks_beside_decode(
-        p.grid / kDecodeBlocksPerSM, static_cast<int64_t>(prefill_cost),
-        static_cast<int64_t>(before.tiles) * kDecodeTileCost);
+    header->prefill_blocks =
+        prefill_blocks_beside_decode(p.num_sms, static_cast<int64_t>(prefill_cost),
+                                     static_cast<int64_t>(before.tiles) * kDecodeTileCost);
   }
   const int count = threadIdx.x < kBuckets ? histogram[threadIdx.x] : 0;
   Counts unused;
@@ -300,6 +300,7 @@ cudaError_t launch_attention_plan(const AttentionPlanParams& params, cudaStream_
       .num_kv_heads = static_cast<int>(shape.num_kv_heads),
       .sliding_window = window_of(params.sliding_window),
       .grid = grid,
+      .num_sms = limits.num_sms,
       .deterministic = params.deterministic,
       .prefixes = params.prefixes,
   };
