@@ -38,6 +38,11 @@ def facts_from_metrics(text: str) -> Facts:
         settings["device"] = _device(info["device"])
     if "enable_prefix_caching" in info:
         settings["enable_prefix_caching"] = info["enable_prefix_caching"] == "True"
+    if "enforce_eager" in info:
+        settings["enforce_eager"] = info["enforce_eager"] == "True"
+    for name in ("gpu_memory_utilization", "watermark"):
+        if name in info:
+            settings[name] = float(info[name])
     if "num_cpu_blocks" in info:
         settings["num_cpu_blocks"] = int(info["num_cpu_blocks"])
     num_blocks = limit("num_kv_blocks")
@@ -46,6 +51,7 @@ def facts_from_metrics(text: str) -> Facts:
     return Facts(
         **settings,
         dtype=info.get("cache_dtype"),
+        scheduling_policy=info.get("scheduling_policy"),
         max_num_seqs=limit("max_num_seqs"),
         max_num_batched_tokens=limit("max_num_batched_tokens"),
         max_model_len=limit("max_model_len"),

@@ -299,6 +299,10 @@ class LocalEngine:
             dtype=str(worker.dtype).removeprefix("torch."),
             default_sampling_params=wire.params_to_wire(engine.default_sampling_params),
             eos_token_ids=list(engine.model_config.eos_token_ids),
+            settings={
+                name: getattr(engine.config, name)
+                for name in ("gpu_memory_utilization", "enforce_eager", "scheduling_policy", "watermark")
+            },
         )
 
     def check_device(self) -> None:

@@ -68,6 +68,8 @@ class EngineLimits(msgspec.Struct):
     dtype: str
     default_sampling_params: dict[str, Any]
     eos_token_ids: list[int]
+    settings: dict[str, Any] = {}
+    """Other parameters of the engine that advice looks at."""
 
 
 class Ready(msgspec.Struct, tag="ready", array_like=True):

@@ -157,6 +157,7 @@ class Metrics(EngineObserver, Collector):
                 "enable_prefix_caching": limits.enable_prefix_caching,
                 "cache_dtype": limits.dtype,
                 "device": limits.device,
+                **limits.settings,
             }
             info.add_metric([self._model_name], {name: str(value) for name, value in values.items()})
             yield info

@@ -97,8 +97,12 @@ def test_facts_from_metrics() -> None:
     assert (facts.num_steps, facts.num_finished, facts.num_cpu_blocks) == (500, 24, 64)
     assert facts.limited_steps == {"slots": 400, "blocks": 0, "tokens": 0}
     assert facts.enable_prefix_caching is None
-    told = METRICS.replace('num_cpu_blocks="64"', 'enable_prefix_caching="False"')
-    assert facts_from_metrics(told).enable_prefix_caching is False
+    labels = 'enforce_eager="True",gpu_memory_utilization="0.97",scheduling_policy="priority",watermark="0.5"'
+    told = facts_from_metrics(METRICS.replace('num_cpu_blocks="64"', labels))
+    assert (told.enforce_eager, told.gpu_memory_utilization, told.watermark) == (True, 0.97, 0.5)
+    assert told.scheduling_policy == "priority"
+    told = facts_from_metrics(METRICS.replace('num_cpu_blocks="64"', 'enable_prefix_caching="False"'))
+    assert told.enable_prefix_caching is False
     with pytest.raises(ValueError, match="no metrics of pagedinfer"):
         facts_from_metrics("vllm:num_requests_running 4\n")
 

@@ -101,3 +101,8 @@ def test_a_closed_engine_has_written_everything(tiny_llama: TinyModel, tmp_path:
     assert [ends[0].num_output_tokens for ends in trace.ended.values()] == [12, 12]
     assert trace.engine["device"] == "cpu"
     assert trace.engine["architecture"] == "LlamaForCausalLM"
+
+
+def test_without_a_trace_there_is_nothing_of_it(tiny_llama: TinyModel) -> None:
+    with LLM(tiny_llama.path, device="cpu", num_gpu_blocks_override=64) as llm:
+        assert type(llm.llm_engine.scheduler) is Scheduler
