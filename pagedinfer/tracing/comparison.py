@@ -63,7 +63,7 @@ def plot(runs: Sequence[Run], path: str) -> None:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ValueError("a plot needs matplotlib: pip install matplotlib") from error
+        raise ValueError("a plot needs matplotlib: pip install pagedinfer[bench]") from error
     figure = Figure(figsize=(9, 2.4 * len(runs) + 0.8), layout="constrained")
     axes = figure.subplots(len(runs), 1, sharex=True, sharey=True, squeeze=False)[:, 0]
     for axis, run in zip(axes, runs, strict=True):
