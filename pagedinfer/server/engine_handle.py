@@ -18,7 +18,7 @@ import zmq.asyncio
 import pagedinfer
 from pagedinfer.logging import get_logger
 from pagedinfer.server import messages as wire
-from pagedinfer.server.engine_process import Launch
+from pagedinfer.server.engine_process import Launch, address
 
 logger = get_logger(__name__)
 
@@ -32,7 +32,7 @@ class EngineHandle:
 
     Args:
         config: parameters of an EngineConfig.
-        command: what to start; see `pagedinfer.server.engine_process.serve`.
+        command: what to start, to which a folder is added; see `pagedinfer.server.engine_process.serve`.
     """
 
     def __init__(self, config: dict[str, Any], command: Sequence[str] = ENGINE_COMMAND) -> None:
@@ -62,23 +62,23 @@ class EngineHandle:
             os.rmdir(folder)
             folder = tempfile.mkdtemp(prefix="pagedinfer-", dir="/tmp")
         self._folder = folder
-        launch = Launch(folder, self._config)
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.PAIR)
         self._socket.set_hwm(0)
         self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.bind(launch.address)
+        self._socket.bind(address(folder))
         package_root = str(Path(pagedinfer.__file__).parents[1])
         paths = [package_root, os.environ.get("PYTHONPATH", "")]
         self._process = await asyncio.create_subprocess_exec(
             *self._command,
+            folder,
             stdin=asyncio.subprocess.PIPE,
             stdout=2,  # our stdout is for data
             start_new_session=True,  # Ctrl-C reaches this process alone
             env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))},
         )
         assert self._process.stdin is not None
-        self._process.stdin.write(msgspec.json.encode(launch) + b"\n")
+        self._process.stdin.write(msgspec.json.encode(Launch(self._config)) + b"\n")
 
     def send(self, message: wire.ToEngine) -> None:
         """Sends at once, without waiting; lost if the process has ended."""

@@ -1,7 +1,8 @@
 """The engine's process: takes requests from a socket, steps the engine, and sends what each step gave.
 
-`python -m pagedinfer.server.engine_process` reads a `Launch` from its standard input, which stays open: when
-it ends, the process that started this one is gone, and so this one goes too, whatever it is doing.
+`python -m pagedinfer.server.engine_process FOLDER` reads a `Launch` from its standard input, which stays
+open: when it ends, the process that started this one is gone, and so this one goes too, whatever it is doing,
+and takes the folder of the socket along.
 """
 
 from __future__ import annotations
@@ -40,12 +41,12 @@ _STATS_SECONDS = 0.05  # at most so often while steps follow each other
 class Launch(msgspec.Struct):
     """What a new engine process is told, as one line of JSON."""
 
-    folder: str  # of the socket; private to the user
     config: dict[str, Any]  # of an EngineConfig
 
-    @property
-    def address(self) -> str:
-        return f"ipc://{self.folder}/engine"
+
+def address(folder: str) -> str:
+    """Of the socket in a folder, which is private to the user."""
+    return f"ipc://{folder}/engine"
 
 
 class Engine(Protocol):
@@ -324,8 +325,13 @@ def serve(make_engine: Callable[[dict[str, Any]], Engine]) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that started this one
     # Unbuffered: the thread that reads on must hold no lock of an object that the interpreter cleans up.
     lifeline = open(0, "rb", buffering=0, closefd=False)  # noqa: SIM115
-    launch = msgspec.json.decode(lifeline.readline(), type=Launch)
-    threading.Thread(target=_end_with_parent, args=(lifeline, launch.folder), daemon=True).start()
+    folder = sys.argv[1]
+    line = lifeline.readline()
+    if not line.endswith(b"\n"):  # the parent was gone before it could say anything
+        shutil.rmtree(folder, ignore_errors=True)
+        return 1
+    launch = msgspec.json.decode(line, type=Launch)
+    threading.Thread(target=_end_with_parent, args=(lifeline, folder), daemon=True).start()
     configure()
     # Outputs come and go by the hundred in each step, and hold no cycles: looking for some costs a tenth.
     gc.set_threshold(100_000, 50, 100)
@@ -333,7 +339,7 @@ def serve(make_engine: Callable[[dict[str, Any]], Engine]) -> int:
     socket: zmq.Socket[bytes] = context.socket(zmq.PAIR)
     socket.set_hwm(0)
     socket.setsockopt(zmq.LINGER, 1000)  # ms for the last messages to leave
-    socket.connect(launch.address)
+    socket.connect(address(folder))
     encode = msgspec.msgpack.encode
     try:
         try:

@@ -123,28 +123,29 @@ class RequestStream:
         return self.take()
 
     def take(self) -> RequestOutput:
-        """What there is since the last call.
+        """What there is since the last call; an error comes after the tokens before it.
 
         Raises:
             EngineDeadError, RequestFailedError: the request has been lost.
             RequestTooLargeError, ValueError: the engine has refused it.
         """
+        is_delta = self.output_kind is RequestOutputKind.DELTA
         self.has_news = False
         if self.error is not None:
-            raise self.error
-        if self.output_kind is RequestOutputKind.DELTA:
-            shown = [self._news.pop(index) for index in sorted(self._news)]
-        else:
-            shown = self.choices
+            if not is_delta or not self._news:
+                raise self.error
+            self.has_news = True
+        news = [self._news.pop(index) for index in sorted(self._news)]
+        shown = news if is_delta else self.choices
         prompt_logprobs = self._prompt_logprobs
-        if self.output_kind is RequestOutputKind.DELTA:
+        if is_delta:
             self._prompt_logprobs = None
         return RequestOutput(
             request_id=self.request.request_id,
             prompt=self.prompt.text,
             prompt_token_ids=self.prompt.token_ids,
             outputs=[choice.output() for choice in shown],
-            finished=self.finished,
+            finished=self.finished and self.error is None,
             prompt_logprobs=prompt_logprobs,
             metrics=self.metrics,
             num_cached_tokens=self.num_cached_tokens,

@@ -190,8 +190,8 @@ def test_sigterm_ends_what_does_not_finish_in_time(model: str) -> None:
         thread.start()
         time.sleep(0.3)
         started = time.monotonic()
-        assert server.stop(signal.SIGTERM, 15) == 0
-        assert time.monotonic() - started < 6
+        assert server.stop(signal.SIGTERM, 30) == 0
+        assert time.monotonic() - started < 20  # it is 4 on a machine with nothing else to do
         thread.join(5)
     [(answer, _)] = found
     assert "the server is being shut down" in answer
