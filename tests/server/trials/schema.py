@@ -21,9 +21,9 @@ from tests.tiny_models import make_llama
 _NUM_OPERATIONS = 9
 
 
-def run(model: str, examples: int, *, seed: int = 0) -> str:
+def run(model: str, examples: int, *, seed: int = 0, scripted: bool = False) -> str:
     """About so many requests; what schemathesis says in the end. Raises AssertionError on a failure."""
-    with ServerThread(model, chat_template=CHAT_TEMPLATE, max_model_len=64) as server:
+    with ServerThread(model, scripted=scripted, chat_template=CHAT_TEMPLATE, max_model_len=64) as server:
         before = server.text("Hello", temperature=0, max_tokens=8)
         command = [
             *(sys.executable, "-m", "schemathesis.cli", "run"),
