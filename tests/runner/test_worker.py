@@ -129,9 +129,8 @@ def test_a_cache_of_so_many_bytes_on_a_gpu(tiny_llama: TinyModel) -> None:
 
 
 @pytest.mark.gpu
-def test_a_high_utilization_is_warned_of(tiny_llama: TinyModel, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_peak_of_memory_is_logged(tiny_llama: TinyModel, caplog: pytest.LogCaptureFixture) -> None:
     options: dict[str, Any] = {"device": "cuda", "swap_space": 0.0, "num_gpu_blocks_override": 64}
     with caplog.at_level("INFO", "pagedinfer"):
         make_worker(tiny_llama.path, gpu_memory_utilization=0.96, **options).close()
-    assert "above 0.95" in caplog.text
     assert re.search(r"GPU memory: a peak of .* in a budget of .*gpu_memory_utilization=0\.\d+", caplog.text)
