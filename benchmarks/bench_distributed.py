@@ -69,6 +69,7 @@ class NoWorker:
     device = torch.device("cpu")
     dtype = torch.float32
     max_num_seqs = max_num_batched_tokens = max_model_len = num_blocks = num_cpu_blocks = block_bytes = 1
+    cascade_attention = False
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass
