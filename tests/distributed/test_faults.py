@@ -64,8 +64,8 @@ def break_and_wait(llm: LLM, break_it: Callable[[], None], delay: float) -> str:
     return str(caught.value)
 
 
-def check_a_kill(path: str, rank: int, delay: float) -> None:
-    llm = LLM(path, **OPTIONS)
+def check_a_kill(path: str, rank: int, delay: float, num_ranks: int = 2) -> None:
+    llm = LLM(path, **OPTIONS | {"tensor_parallel_size": num_ranks})
     pid = rank_pids(llm)[rank]
     message = break_and_wait(llm, lambda: os.kill(pid, signal.SIGKILL), delay)
     assert f"rank {rank} (process {pid}) was killed by signal 9 (SIGKILL) in step " in message
@@ -79,6 +79,12 @@ def test_a_rank_is_killed(tiny_llama: TinyModel) -> None:
 @pytest.mark.parametrize("number", range(20))
 def test_any_rank_is_killed_at_any_time(number: int, tiny_llama: TinyModel) -> None:
     check_a_kill(tiny_llama.path, number % 2, random.Random(number).uniform(0.0, 0.5))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(8))
+def test_any_of_four_ranks_is_killed_at_any_time(number: int, tiny_llama: TinyModel) -> None:
+    check_a_kill(tiny_llama.path, number % 4, random.Random(number).uniform(0.0, 0.5), 4)
 
 
 @pytest.mark.slow
