@@ -28,8 +28,8 @@ help: ## This list
 demo: $(INSTALLED) build ## Get SmolLM2-135M-Instruct and answer some prompts
 	@$(PY) scripts/demo.py
 
-test: $(INSTALLED) build ## Run every test that needs no GPU
-	@$(PY) -m pytest -m "not gpu" $(ARGS)
+test: $(INSTALLED) build ## Run the tests that need no GPU, but for the long trials
+	@$(PY) -m pytest -m "not gpu and not trial" $(ARGS)
 
 check-gpu: $(INSTALLED) ## Build, run the tests that need a GPU, compute-sanitizer and a small model
 	@PYTHON=$(PY) scripts/check_gpu.sh $(CHECKS) -- $(ARGS)

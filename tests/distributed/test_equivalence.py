@@ -35,7 +35,7 @@ IN_CUT = {
     (4, "swap, no prefix cache"),
 }
 CASES = [
-    pytest.param(num_ranks, name, marks=[] if (num_ranks, name) in IN_CUT else pytest.mark.slow)
+    pytest.param(num_ranks, name, marks=[] if (num_ranks, name) in IN_CUT else pytest.mark.trial)
     for num_ranks in (2, 4)
     for name in ("default", "another order", *ENGINES)
 ]

@@ -56,7 +56,7 @@ def cases() -> Iterator[Any]:
         for num_ranks in (2, 4):
             # Llama's further cases are of head sizes and rotations, which ranks do not change.
             in_cut = num_ranks == (4 if name in FOUR_RANKS else 2) and not name.startswith("Llama, ")
-            yield pytest.param(name, num_ranks, marks=[] if in_cut else pytest.mark.slow)
+            yield pytest.param(name, num_ranks, marks=[] if in_cut else pytest.mark.trial)
 
 
 @pytest.mark.parametrize(("name", "num_ranks"), cases())

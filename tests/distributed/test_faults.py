@@ -75,19 +75,19 @@ def test_a_rank_is_killed(tiny_llama: TinyModel) -> None:
     check_a_kill(tiny_llama.path, 1, 0.2)
 
 
-@pytest.mark.slow
+@pytest.mark.trial
 @pytest.mark.parametrize("number", range(20))
 def test_any_rank_is_killed_at_any_time(number: int, tiny_llama: TinyModel) -> None:
     check_a_kill(tiny_llama.path, number % 2, random.Random(number).uniform(0.0, 0.5))
 
 
-@pytest.mark.slow
+@pytest.mark.trial
 @pytest.mark.parametrize("number", range(8))
 def test_any_of_four_ranks_is_killed_at_any_time(number: int, tiny_llama: TinyModel) -> None:
     check_a_kill(tiny_llama.path, number % 4, random.Random(number).uniform(0.0, 0.5), 4)
 
 
-@pytest.mark.slow
+@pytest.mark.trial
 @pytest.mark.parametrize("number", range(6))
 def test_a_rank_is_killed_while_it_starts(number: int, tiny_llama: TinyModel) -> None:
     killed: list[int] = []

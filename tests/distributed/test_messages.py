@@ -87,23 +87,29 @@ def test_a_decode_takes_few_bytes() -> None:
 @pytest.mark.parametrize("with_logprobs", [False, True])
 def test_results(with_logprobs: bool) -> None:
     output = StepOutput(np.array([5, -1]), np.array([-0.5, np.nan], np.float32))
+    best = BestTokens(
+        output.logprobs,
+        np.array([1, 0]),
+        np.array([[5, 6], [-1, -1]]),
+        np.array([[-0.5, -1.0], [-np.inf, -np.inf]], np.float32),
+    )
     if with_logprobs:
-        output.ranks = np.array([1, 0])
-        output.top_ids = np.array([[5, 6], [-1, -1]])
-        output.top_logprobs = np.array([[-0.5, -1.0], [-np.inf, -np.inf]], np.float32)
-        best = BestTokens(output.logprobs, output.ranks, output.top_ids, output.top_logprobs)
+        output.best = best
         output.prompts = {"a": (1, best)}
     output.swaps_in_done = 5 if with_logprobs else None
     step, found, timings = decode_result(encode_result(7, output, [(3, 0.25)]))
     assert (step, timings) == (7, [(3, 0.25)])
     assert found.swaps_in_done == output.swaps_in_done
-    for field in ("token_ids", "logprobs", "ranks", "top_ids", "top_logprobs"):
-        np.testing.assert_equal(getattr(found, field), getattr(output, field))
+    np.testing.assert_equal(found.token_ids, output.token_ids)
+    np.testing.assert_equal(found.logprobs, output.logprobs)
+    assert (found.best is not None) == with_logprobs
     assert found.prompts.keys() == output.prompts.keys()
     if with_logprobs:
         first, rated = found.prompts["a"]
         assert first == 1
-        np.testing.assert_equal(rated.top_ids, output.top_ids)
+        for each in (found.best, rated):
+            for name in ("logprobs", "ranks", "top_ids", "top_logprobs"):
+                np.testing.assert_equal(getattr(each, name), getattr(best, name))
 
 
 def test_a_configuration() -> None:

@@ -79,7 +79,7 @@ def test_outputs_are_those_of_one_rank(params: SamplingParams, one_rank: LLM, tw
                 ]
 
 
-@pytest.mark.slow  # each rank imports transformers
+@pytest.mark.trial  # each rank imports transformers
 def test_a_structured_output_is_that_of_one_rank(one_rank: LLM, two_ranks: LLM) -> None:
     pytest.importorskip("llguidance")
     wanted = StructuredOutputsParams(regex="[a-c]{9}")
