@@ -63,8 +63,9 @@ class LLMEngine:
         self.default_sampling_params = default_sampling_params(
             config.generation_config, self.model_config.generation
         )
+        tokenizer = self.tokenizer  # a reference to self would be a cycle, and keep a dropped engine alive
         self.grammars = GrammarCompiler(
-            lambda: self.tokenizer, self.model_config.vocab_size, self.model_config.eos_token_ids
+            lambda: tokenizer, self.model_config.vocab_size, self.model_config.eos_token_ids
         )
         """Of structured outputs."""
         self.worker = self._make_worker()
