@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import inspect
 import shutil
 import signal
@@ -550,16 +549,3 @@ def test_prompts_in_one_step_and_room_to_spare(tiny_llama: TinyModel) -> None:
             engine.step()
     with pytest.raises(ValueError, match="without chunked prefill"):
         LLM(tiny_llama.path, **options | {"max_num_batched_tokens": 16}, enable_chunked_prefill=False)
-
-
-def test_collections_skip_what_was_there_before(tiny_llama: TinyModel) -> None:
-    """A full garbage collection in the middle of a step takes longer than the step."""
-    before = gc.get_freeze_count()
-    llm = LLM(tiny_llama.path, **OPTIONS)
-    assert gc.get_freeze_count() > 10_000
-    llm.close()
-    assert gc.get_freeze_count() <= before
-    llm = LLM(tiny_llama.path, **OPTIONS)
-    assert gc.get_freeze_count() > 10_000
-    del llm  # nor does it hold on to an engine that is not closed
-    assert gc.get_freeze_count() <= before
