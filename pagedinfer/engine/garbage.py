@@ -10,7 +10,7 @@ import gc
 import threading
 import weakref
 
-_lock = threading.Lock()
+_lock = threading.RLock()  # a collection under it may end another of these
 _num_frozen = 0
 
 
