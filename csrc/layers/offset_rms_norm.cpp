@@ -12,19 +12,8 @@ void offset_rms_norm(const Tensor& input, const Tensor& weight, double epsilon, 
                      std::optional<Tensor> addend) {
   const char* op = "offset_rms_norm";
   ArgumentChecker check(op);
-  check.shape("weight", weight, {"hidden"});
+  const DType dtype = check_norm(op, check, input, weight, out);
   const int64_t hidden = check.size("hidden");
-  PAGEDINFER_CHECK(input.dim() >= 1 && input.size(input.dim() - 1) == hidden,
-                   "offset_rms_norm: input has shape ", shape_of(input),
-                   "; expected [..., hidden=", hidden, "], weight's size");
-  check_same_shape(op, "out", out, "input", input);
-  const DType dtype = check.float_dtype("input", input);
-  check.float_dtype("weight", weight);
-  check.float_dtype("out", out);
-  check.same_device("input", input);
-  check.same_device("weight", weight);
-  check.same_device("out", out);
-  check.contiguous("weight", weight);
   if (addend) {
     check_same_shape(op, "addend", *addend, "input", input);
     check.float_dtype("addend", *addend);

@@ -12,19 +12,8 @@ void rms_norm(const Tensor& input, const Tensor& weight, double epsilon, Tensor 
               std::optional<Tensor> residual) {
   const char* op = "rms_norm";
   ArgumentChecker check(op);
-  check.shape("weight", weight, {"hidden"});
+  const DType dtype = check_norm(op, check, input, weight, out);
   const int64_t hidden = check.size("hidden");
-  PAGEDINFER_CHECK(input.dim() >= 1 && input.size(input.dim() - 1) == hidden,
-                   "rms_norm: input has shape ", shape_of(input),
-                   "; expected [..., hidden=", hidden, "], weight's size");
-  check_same_shape(op, "out", out, "input", input);
-  const DType dtype = check.float_dtype("input", input);
-  check.float_dtype("weight", weight);
-  check.float_dtype("out", out);
-  check.same_device("input", input);
-  check.same_device("weight", weight);
-  check.same_device("out", out);
-  check.contiguous("weight", weight);
   if (residual) {
     check_same_shape(op, "residual", *residual, "input", input);
     check.float_dtype("residual", *residual);
@@ -57,7 +46,7 @@ void rms_norm(const Tensor& input, const Tensor& weight, double epsilon, Tensor 
   }
 #ifdef PAGEDINFER_WITH_CUDA
   CudaContext context(input);
-  check_cuda("rms_norm", launch_rms_norm(params, context.stream()));
+  check_cuda(op, launch_rms_norm(params, context.stream()));
 #endif
 }
 

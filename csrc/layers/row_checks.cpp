@@ -39,4 +39,22 @@ void check_same_shape(const char* op, const char* name, const Tensor& tensor, co
                    shape_of(tensor), "; expected ", like_name, "'s ", shape_of(like));
 }
 
+DType check_norm(const char* op, ArgumentChecker& check, const Tensor& input, const Tensor& weight,
+                 const Tensor& out) {
+  check.shape("weight", weight, {"hidden"});
+  const int64_t hidden = check.size("hidden");
+  PAGEDINFER_CHECK(input.dim() >= 1 && input.size(input.dim() - 1) == hidden, op,
+                   ": input has shape ", shape_of(input), "; expected [..., hidden=", hidden,
+                   "], weight's size");
+  check_same_shape(op, "out", out, "input", input);
+  const DType dtype = check.float_dtype("input", input);
+  check.float_dtype("weight", weight);
+  check.float_dtype("out", out);
+  check.same_device("input", input);
+  check.same_device("weight", weight);
+  check.same_device("out", out);
+  check.contiguous("weight", weight);
+  return dtype;
+}
+
 }  // namespace pagedinfer
