@@ -16,6 +16,14 @@ from pagedinfer.runner.prefix_groups import PACKED_PREFIXES, pack_prefixes, unpa
 from pagedinfer.runner.step_result import DrawnTokens
 from tests.conftest import TinyModel
 
+ON_GPU: dict[str, Any] = {
+    "device": "cuda",
+    "dtype": "float32",
+    "max_num_seqs": 32,
+    "num_gpu_blocks_override": 512,
+    "swap_space": 0.0,
+}
+
 
 @pytest.mark.parametrize("max_num_seqs", [1, 2, 3, 5, 8, 17, 256, 300, 512, 1024])
 def test_sizes_waste_little(max_num_seqs: int) -> None:
@@ -193,15 +201,7 @@ def test_penalties_biases_and_logprobs_are_those_without_graphs(tiny_llama: Tiny
     ]
     results = []
     for enforce_eager in (True, False):
-        with LLM(
-            tiny_llama.path,
-            device="cuda",
-            dtype="float32",
-            max_num_seqs=32,
-            num_gpu_blocks_override=512,
-            swap_space=0.0,
-            enforce_eager=enforce_eager,
-        ) as llm:
+        with LLM(tiny_llama.path, **ON_GPU, enforce_eager=enforce_eager) as llm:
             outputs = llm.generate(prompts, params, use_tqdm=False)
             for i in (0, 1, 2, 6):
                 outputs += llm.generate(prompts[i], params[i], use_tqdm=False)
@@ -235,15 +235,7 @@ def test_the_tokens_are_those_without_graphs(num_requests: int, tiny_llama: Tiny
     ]
     tokens = []
     for enforce_eager in (True, False):
-        with LLM(
-            tiny_llama.path,
-            device="cuda",
-            dtype="float32",
-            max_num_seqs=32,
-            num_gpu_blocks_override=512,
-            swap_space=0.0,
-            enforce_eager=enforce_eager,
-        ) as llm:
+        with LLM(tiny_llama.path, **ON_GPU, enforce_eager=enforce_eager) as llm:
             outputs = llm.generate(prompts, params, use_tqdm=False)
             graphs = llm.llm_engine.worker._runner._graphs._graphs
             assert bool(graphs) != enforce_eager
