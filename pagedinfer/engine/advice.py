@@ -222,8 +222,8 @@ def _penalty_by_default(facts: Facts) -> tuple[str, str] | None:
     if penalty is None or penalty == 1.0 or facts.device == "cpu":
         return None
     return "vllm", (
-        f"the model's generation_config.json sets repetition_penalty={penalty:g} for every request, which "
-        f"changes its logits in each step: such steps run without CUDA graphs"
+        f"the model's generation_config.json sets repetition_penalty={penalty:g} for every request: each "
+        f"step writes its row of logits anew, with the penalties, before it draws"
     )
 
 
@@ -339,7 +339,7 @@ RULES: tuple[Rule, ...] = (
         "generation_config",
         "The model's generation_config.json has a repetition_penalty.",
         '"vllm", which ignores it, if it is not wanted.',
-        "Requests with penalties change their logits, and steps with one run without CUDA graphs.",
+        "The logits of a request with penalties are written anew in each step before it draws from them.",
         _penalty_by_default,
     ),
     Rule(
