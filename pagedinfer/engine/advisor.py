@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
 
 from pagedinfer.config import EngineConfig
 from pagedinfer.engine.advice import Advice, Facts, advise
@@ -40,10 +39,10 @@ class Advisor:
         self._dtype = dtype
         self._repetition_penalty = repetition_penalty
         self._said: dict[str, float] = {}  # when a rule was last warned of
-        self._limited: Counter[str] = Counter()
         self._num_running = 0
         self._usage = 0.0
         self._start = self._counts()
+        self._limited_before = dict(scheduler.counters.limited_steps)
 
     def warn_at_start(self) -> None:
         """What the parameters alone tell."""
@@ -52,9 +51,6 @@ class Advisor:
     def note_step(self) -> None:
         """A step has ended."""
         scheduler = self._scheduler
-        reason = scheduler.waiting_reason
-        if reason is not None:
-            self._limited[reason] += 1
         self._num_running += len(scheduler.running)
         pool = scheduler.kv.pool
         self._usage = max(self._usage, 1 - pool.num_free / pool.num_blocks)
@@ -64,9 +60,9 @@ class Advisor:
 
     def restart(self) -> None:
         """Forgets what was seen so far."""
-        self._limited.clear()
         self._num_running, self._usage = 0, 0.0
         self._start = self._counts()
+        self._limited_before = dict(self._scheduler.counters.limited_steps)
 
     def facts(self) -> Facts:
         """The parameters, and what was seen since the last look."""
@@ -92,7 +88,10 @@ class Advisor:
             num_finished=finished,
             num_preemptions=preemptions,
             num_recomputed=recomputed,
-            limited_steps=dict(self._limited),
+            limited_steps={
+                reason: count - self._limited_before[reason]
+                for reason, count in self._scheduler.counters.limited_steps.items()
+            },
             mean_running=self._num_running / steps if steps else None,
             kv_cache_usage=self._usage if steps else None,
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
 from pagedinfer.engine.batch import Batch
 from pagedinfer.engine.decisions import WaitingReason
@@ -33,6 +33,9 @@ class SchedulerCounters:
     num_blocks_swapped_out: int = 0  # evictions to the second tier included
     num_blocks_swapped_in: int = 0
     num_blocks_copied: int = 0  # copy on write
+    limited_steps: dict[str, int] = field(  # after which a request waited, by what the first lacked
+        default_factory=lambda: dict.fromkeys(get_args(WaitingReason), 0)
+    )
     num_finished: dict[str, int] = field(
         default_factory=lambda: dict.fromkeys(("stop", "length", "abort", "error"), 0)
     )

@@ -23,7 +23,7 @@ import msgspec
 import zmq
 
 from pagedinfer.engine.input_processor import ProcessedPrompt
-from pagedinfer.engine.stats import SchedulerCounters, SchedulerStats, WaitingReason
+from pagedinfer.engine.stats import SchedulerCounters, SchedulerStats
 from pagedinfer.errors import PagedinferError, RequestTooLargeError
 from pagedinfer.logging import configure, get_logger
 from pagedinfer.outputs import CompletionOutput, Logprob, RequestOutput
@@ -63,7 +63,6 @@ class Engine(Protocol):
     def close(self) -> None: ...
     def stats(self) -> SchedulerStats: ...
     def counters(self) -> SchedulerCounters: ...
-    def waiting_reason(self) -> WaitingReason | None: ...
     def limits(self) -> wire.EngineLimits: ...
     def check_device(self) -> None: ...
 
@@ -81,7 +80,6 @@ class EngineLoop:
         self._encoder = msgspec.msgpack.Encoder()
         self._unfinished: set[int] = set()
         self._step_seconds = 0.0
-        self._limited_steps: dict[str, int] = {"slots": 0, "blocks": 0, "tokens": 0}
         self._stats_sent_at = 0.0
         self._stats_sent_idle = False
         self._num_scheduled_tokens = 0
@@ -161,9 +159,6 @@ class EngineLoop:
             self._engine.check_device()
             return
         self._step_seconds += time.perf_counter() - started
-        reason = self._engine.waiting_reason()
-        if reason is not None:
-            self._limited_steps[reason] += 1
         self._send_outputs(outputs, idle=False)
 
     def _send_outputs(self, outputs: list[RequestOutput], *, idle: bool) -> None:
@@ -205,7 +200,7 @@ class EngineLoop:
             num_blocks_swapped_in=counters.num_blocks_swapped_in,
             num_blocks_swapped_out=counters.num_blocks_swapped_out,
             step_seconds=self._step_seconds,
-            limited_steps=self._limited_steps,
+            limited_steps=counters.limited_steps,
         )
 
     def _send(self, message: wire.FromEngine) -> None:
@@ -280,9 +275,6 @@ class LocalEngine:
 
     def counters(self) -> SchedulerCounters:
         return self._engine.scheduler.counters
-
-    def waiting_reason(self) -> WaitingReason | None:
-        return self._engine.scheduler.waiting_reason
 
     def limits(self) -> wire.EngineLimits:
         engine, worker = self._engine, self._engine.worker

@@ -76,6 +76,9 @@ class ScriptedEngine:
         pace = [request.value for _, request in running if request.trouble == "pace"]
         self.next_step_at = max(self.next_step_at, time.monotonic() - 0.1) + max(pace, default=0.0)
         time.sleep(max(0.0, self.next_step_at - time.monotonic()))
+        reason = self.waiting_reason()
+        if reason is not None:
+            self.statistics.limited_steps[reason] += 1
         return outputs
 
     def output(self, request_id: str, request: ScriptedRequest) -> RequestOutput:
