@@ -112,9 +112,3 @@ class StepHandle(Protocol):
     """A step under way. The device may still be at work; `result` waits for it."""
 
     def result(self) -> StepOutput: ...
-
-
-class Runner(Protocol):
-    """What executes batches: the model runner, or a fake one in a test."""
-
-    def execute(self, batch: Batch) -> StepHandle: ...
