@@ -40,7 +40,7 @@ def facts_from_metrics(text: str) -> Facts:
         settings["enable_prefix_caching"] = info["enable_prefix_caching"] == "True"
     if "enforce_eager" in info:
         settings["enforce_eager"] = info["enforce_eager"] == "True"
-    for name in ("gpu_memory_utilization", "watermark"):
+    for name in ("gpu_memory_utilization", "watermark", "repetition_penalty"):
         if name in info:
             settings[name] = float(info[name])
     if "num_cpu_blocks" in info:
@@ -48,6 +48,7 @@ def facts_from_metrics(text: str) -> Facts:
     num_blocks = limit("num_kv_blocks")
     if num_blocks is not None and "block_size" in info:
         settings["num_kv_tokens"] = num_blocks * int(info["block_size"])
+    num_steps = int(value("engine_steps_total"))
     return Facts(
         **settings,
         dtype=info.get("cache_dtype"),
@@ -55,7 +56,7 @@ def facts_from_metrics(text: str) -> Facts:
         max_num_seqs=limit("max_num_seqs"),
         max_num_batched_tokens=limit("max_num_batched_tokens"),
         max_model_len=limit("max_model_len"),
-        num_steps=int(value("engine_steps_total")),
+        num_steps=num_steps,
         num_finished=int(value("request_success_total")),
         num_preemptions=int(value("num_preemptions_total")),
         num_recomputed=int(value("preemptions_by_mode_total", mode="recompute")),
@@ -63,7 +64,9 @@ def facts_from_metrics(text: str) -> Facts:
             reason: int(value("limited_steps_total", reason=reason))
             for reason in ("slots", "blocks", "tokens")
         },
-        kv_cache_usage=value("kv_cache_usage_perc"),
+        # A request that decodes generates a token in each step.
+        mean_running=value("generation_tokens_total") / num_steps if num_steps else None,
+        kv_cache_usage=value("kv_cache_usage_peak_perc"),
     )
 
 

@@ -295,7 +295,8 @@ class LocalEngine:
             settings={
                 name: getattr(engine.config, name)
                 for name in ("gpu_memory_utilization", "enforce_eager", "scheduling_policy", "watermark")
-            },
+            }
+            | {"repetition_penalty": engine.default_sampling_params.repetition_penalty},
         )
 
     def check_device(self) -> None:

@@ -48,6 +48,7 @@ class Metrics(EngineObserver, Collector):
         self._prefixes = ("pagedinfer_", "vllm:") if vllm_names else ("pagedinfer_",)
         self._limits: wire.EngineLimits | None = None
         self.stats: wire.EngineStats | None = None
+        self._kv_cache_peak = 0.0
         self.num_prompt_tokens = 0
         self.num_generated_tokens = 0
         self._finished = dict.fromkeys(_REASONS, 0)
@@ -124,6 +125,7 @@ class Metrics(EngineObserver, Collector):
             self._iteration_tokens.observe(outputs.num_step_tokens)
         if outputs.stats is not None:
             self.stats = outputs.stats
+            self._kv_cache_peak = max(self._kv_cache_peak, outputs.stats.kv_cache_usage)
 
     def died(self) -> None:
         if self.stats is not None:
@@ -172,6 +174,7 @@ class Metrics(EngineObserver, Collector):
             ("num_requests_in_flight", "requests that have an open answer", self._num_requests),
             ("kv_cache_usage_perc", "share of the KV blocks in use, 0 to 1", stats and stats.kv_cache_usage),
             ("gpu_cache_usage_perc", "the same under its older name", stats and stats.kv_cache_usage),
+            ("kv_cache_usage_peak_perc", "the highest that was seen of it", self._kv_cache_peak),
             (
                 "cpu_cache_usage_perc",
                 "share of the CPU blocks in use, 0 to 1",

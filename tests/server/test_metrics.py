@@ -18,6 +18,7 @@ GAUGES = [
     "num_requests_waiting",
     "num_requests_swapped",
     "kv_cache_usage_perc",
+    "kv_cache_usage_peak_perc",
     "cpu_cache_usage_perc",
     "max_num_seqs",
     "max_num_batched_tokens",
