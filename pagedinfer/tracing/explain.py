@@ -175,7 +175,7 @@ class _Explanation:
         if idle:
             self._say(
                 f"In {_steps(len(idle))} it had a slot and computed nothing: no block or token of the step "
-                f"was left for it, or its KV was on its way."
+                f"was left for it, a more urgent prompt had the step, or its KV was on its way."
             )
         decodes = [step for step in running if step not in prompt_steps and step.seconds > 0]
         if len(decodes) < 3:

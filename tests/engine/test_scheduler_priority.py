@@ -38,9 +38,11 @@ def test_an_urgent_request_takes_the_slot_of_the_least_urgent(mode: str) -> None
     rig.step()
     rig.add("urgent", prompt_of(6, first=30), max_tokens=3, priority=0)
     rig.step()
-    assert [work.request_id for work in rig.batch.requests] == ["urgent", "a"]
+    assert [work.request_id for work in rig.batch.requests] == ["urgent"]
     assert rig.requests["b"].status in (RequestStatus.SWAPPED, RequestStatus.WAITING)
     assert rig.scheduler.counters.num_displaced == 1
+    rig.step()
+    assert [work.request_id for work in rig.batch.requests] == ["urgent", "a"]
     rig.run()
     rig.check_outputs()
     assert next(iter(rig.ends)) == "urgent"
@@ -65,6 +67,7 @@ def test_an_urgent_request_takes_blocks() -> None:
         rig.add(f"r{i}", prompt_of(8, first=i), max_tokens=5, priority=3)
     rig.step()
     rig.add("urgent", prompt_of(16, first=9), max_tokens=2, priority=1)
+    rig.step()
     rig.step()
     assert [work.request_id for work in rig.batch.requests] == ["urgent", "r0"]
     rig.run()
@@ -149,17 +152,38 @@ def test_less_urgent_prompts_take_little_of_a_step_beside_an_urgent_one(chunked:
     rig.add("urgent", prompt_of(100, first=5), max_tokens=2, priority=0)
     rig.add("long", prompt_of(3000, first=9), max_tokens=2, priority=1)
     rig.step()
-    beside = {"long": 256} if chunked else {}
-    assert {work.request_id: work.num_tokens for work in rig.batch.requests} == {
-        "urgent": 100,
-        "decoding": 1,
-        **beside,
-    }
+    beside = {"long": 256, "decoding": 1} if chunked else {}
+    assert {work.request_id: work.num_tokens for work in rig.batch.requests} == {"urgent": 100, **beside}
     rig.step()
     assert {work.request_id: work.num_tokens for work in rig.batch.requests} == {
         "urgent": 1,
         "decoding": 1,
         "long": 2744 if chunked else 3000,
     }
+    rig.run()
+    rig.check_outputs()
+
+
+def test_a_short_urgent_prompt_has_every_other_step_to_itself() -> None:
+    rig = priority_rig(max_num_seqs=8, max_num_batched_tokens=1024, max_model_len=1024, num_blocks=1024)
+    rig.add("equal", prompt_of(4), max_tokens=40, priority=0)
+    rig.add("decoding", prompt_of(4, first=9), max_tokens=40, priority=2)
+    rig.step()
+    schedule = []
+    for i in range(4):
+        rig.add(f"urgent {i}", prompt_of(100, first=20 + i), max_tokens=1, priority=1)
+        rig.add(f"patient {i}", prompt_of(8, first=30 + i), max_tokens=1, priority=3)
+        rig.step()
+        schedule.append([work.request_id for work in rig.batch.requests])
+    assert schedule == [
+        ["equal", "urgent 0"],
+        ["equal", "urgent 1", "decoding", "patient 0", "patient 1"],
+        ["equal", "urgent 2"],
+        ["equal", "urgent 3", "decoding", "patient 2", "patient 3"],
+    ]
+    rig.step()
+    rig.add("long", prompt_of(300, first=40), max_tokens=1, priority=1)
+    rig.step()
+    assert [work.request_id for work in rig.batch.requests] == ["equal", "long", "decoding"]
     rig.run()
     rig.check_outputs()
