@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import random
+import sys
 from pathlib import Path
+from types import FrameType
 
 import pytest
 
-from pagedinfer import LLM, BeamSearchParams, LLMEngine, SamplingParams
+from pagedinfer import LLM, BeamSearchParams, LLMEngine, SamplingParams, tracing
 from pagedinfer.config import EngineConfig
 from pagedinfer.engine.scheduler import Scheduler, SchedulerConfig
 from pagedinfer.tracing.reader import read_trace
@@ -104,5 +106,20 @@ def test_a_closed_engine_has_written_everything(tiny_llama: TinyModel, tmp_path:
 
 
 def test_without_a_trace_there_is_nothing_of_it(tiny_llama: TinyModel) -> None:
+    """Not a line of pagedinfer.tracing runs in a step."""
+    folder = str(Path(tracing.__file__).parent)
+    ran: set[str] = set()
+
+    def watch(frame: FrameType, event: str, argument: object) -> None:
+        if event == "call":
+            ran.add(frame.f_code.co_filename)
+
     with LLM(tiny_llama.path, device="cpu", num_gpu_blocks_override=64) as llm:
         assert type(llm.llm_engine.scheduler) is Scheduler
+        sys.setprofile(watch)
+        try:
+            llm.generate(["a", "b"], GREEDY, use_tqdm=False)
+        finally:
+            sys.setprofile(None)
+    assert any(name.endswith("scheduler.py") for name in ran)
+    assert not [name for name in ran if name.startswith(folder)]
