@@ -1,9 +1,10 @@
-"""How well a replay predicts: a traced run, its replay with other limits, and real runs with those limits.
+"""How well a replay predicts: real runs with several limits, each predicted from the traces of the others.
 
     python benchmarks/bench_replay.py                      # Llama 3 8B's shape, on a GPU
     python benchmarks/bench_replay.py --model tiny --device cpu
 
-Also what tracing costs: the same run with and without. The throughput is of output tokens, without start-up.
+Also what tracing costs: a run of the first limits without a trace. The throughput is of output tokens,
+without start-up.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import json
 import sys
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +26,18 @@ from model_shapes import write_shape
 
 from pagedinfer import LLM, SamplingParams
 from pagedinfer.tracing.reader import read_trace
+from pagedinfer.tracing.records import Trace
 from pagedinfer.tracing.simulation import simulate, traced_run
 
-SIZES = {  # requests, slots of the traced run, slots of the others, blocks of a smaller cache
-    "llama-3-8b": (256, 256, (64,), 2600),
-    "tiny": (80, 32, (8, 4), 160),
+NUM_REQUESTS = {"llama-3-8b": 512, "tiny": 80}
+LIMITS: dict[str, list[dict[str, int]]] = {  # of the runs
+    "llama-3-8b": [{"max_num_seqs": 256}, {"max_num_seqs": 64}],
+    "tiny": [
+        {"max_num_seqs": 32, "num_blocks": 1024},
+        {"max_num_seqs": 8, "num_blocks": 1024},
+        {"max_num_seqs": 4, "num_blocks": 1024},
+        {"max_num_seqs": 32, "num_blocks": 160},
+    ],
 }
 
 
@@ -46,6 +55,16 @@ def workload(num_requests: int, vocab_size: int) -> tuple[list[dict[str, list[in
     return prompts, params
 
 
+@dataclass
+class RealRun:
+    """A run with some limits, and its trace without the warm-up."""
+
+    limits: dict[str, int]
+    rate: float  # output tokens a second
+    full_step_seconds: float  # of steps in which all slots are taken, the median
+    trace: Trace | None
+
+
 class Bench:
     """A model, a workload, and runs of it."""
 
@@ -54,76 +73,91 @@ class Bench:
         self._device = device
         vocab_size = json.loads((folder / "config.json").read_text())["vocab_size"]
         self._prompts, self._params = workload(num_requests, vocab_size)
-        self.num_tokens = sum(params.max_tokens or 0 for params in self._params)
 
-    def run(self, **options: Any) -> float:
-        """Output tokens a second; the workload runs twice, the second time warm and on an empty cache."""
+    def run(self, limits: dict[str, int], trace: Path | None) -> RealRun:
+        """Runs the workload on a warm engine and an empty cache."""
+        num_warm = len(self._prompts) // 4
+        durations: list[float] = []
         with LLM(
             str(self._folder),
             device=self._device,  # type: ignore[arg-type]
             load_format="dummy",
             skip_tokenizer_init=True,
             max_model_len=512,
-            **options,
+            max_num_seqs=limits["max_num_seqs"],
+            num_gpu_blocks_override=limits.get("num_blocks"),
+            trace=None if trace is None else str(trace),
         ) as llm:
-            for _ in range(2):
-                llm.reset_prefix_cache()
+            llm.generate(self._prompts[:num_warm], self._params[:num_warm], use_tqdm=False)
+            llm.reset_prefix_cache()
+            engine, step = llm.llm_engine, llm.llm_engine.step
+
+            def timed() -> Any:
+                is_full = len(engine.scheduler.running) == limits["max_num_seqs"]
                 started = time.perf_counter()
-                llm.generate(self._prompts, self._params, use_tqdm=False)
-                seconds = time.perf_counter() - started
-        return self.num_tokens / seconds
+                outputs = step()
+                if is_full:
+                    durations.append(time.perf_counter() - started)
+                return outputs
+
+            engine.step = timed  # type: ignore[method-assign]
+            started = time.perf_counter()
+            llm.generate(self._prompts, self._params, use_tqdm=False)
+            seconds = time.perf_counter() - started
+        num_tokens = sum(params.max_tokens or 0 for params in self._params)
+        median = float(np.median(durations)) if durations else 0.0
+        return RealRun(limits, num_tokens / seconds, median, None if trace is None else read_trace(trace))
+
+    def predict(self, traced: RealRun, others: list[RealRun]) -> dict[str, dict[str, float]]:
+        """What a replay of one run's trace says of the others', and of itself."""
+        trace = traced.trace
+        assert trace is not None
+        _, costs, num_different = traced_run(trace)
+        print(f"traced with {traced.limits}: {len(trace.steps)} steps, {num_different} scheduled otherwise")
+        print(f"    {costs.describe()}")
+        added = sorted(trace.added, key=lambda added: added.op)
+        trace.added = added[len(added) - len(self._prompts) :]  # without the warm-up
+        found = {}
+        for other in others:
+            predicted = simulate(trace, dict(other.limits), costs, "").tokens_per_second
+            ratio = predicted / other.rate
+            print(
+                f"    {other.limits!s:<44} predicted {predicted:8,.0f}  real {other.rate:8,.0f}  "
+                f"ratio {ratio:.3f}",
+                flush=True,
+            )
+            found[str(other.limits)] = {"predicted": predicted, "real": other.rate, "ratio": ratio}
+        return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", default="llama-3-8b", choices=list(SIZES))
+    parser.add_argument("--model", default="llama-3-8b", choices=list(LIMITS))
     parser.add_argument("--device", default="auto")
+    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="keep the traces there")
     parser.add_argument("--json", type=Path, help="write the results here too")
     arguments = parser.parse_args()
-    num_requests, slots, fewer, num_blocks = SIZES[arguments.model]
-    results: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
+        traces = arguments.keep or folder
         if arguments.model == "tiny":
             (folder / "config.json").write_text(json.dumps(TINY))
         else:
             folder = write_shape(arguments.model, folder)
-        bench = Bench(folder, num_requests, arguments.device)
-        path = Path(scratch) / "trace.json"
-        plain = bench.run(max_num_seqs=slots)
-        traced_rate = bench.run(max_num_seqs=slots, trace=str(path))
-        trace = read_trace(path)
-        # The second time alone: the first warms up.
-        second = sorted(trace.added, key=lambda added: added.op)[num_requests].op
-        _, costs, num_different = traced_run(trace)
-        results["steps"], results["scheduled otherwise"] = len(trace.steps), num_different
-        results["traced over plain"] = traced_rate / plain
-        results["bytes of trace a step"] = path.stat().st_size / len(trace.steps)
-        print(f"{len(trace.steps)} steps, {num_different} scheduled otherwise; {costs.describe()}")
-        print(
-            f"plain {plain:,.0f} tok/s, traced {traced_rate:,.0f}; {results['bytes of trace a step']:.0f} "
-            "B a step"
-        )
-        trace.added = [added for added in trace.added if added.op >= second]
-        variants: list[dict[str, Any]] = [
-            {},
-            *({"max_num_seqs": n} for n in fewer),
-            {"num_blocks": num_blocks},
-        ]
-        for changes in variants:
-            options = {"max_num_seqs": slots, **changes}
-            if "num_blocks" in options:
-                options["num_gpu_blocks_override"] = options.pop("num_blocks")
-            real = bench.run(**options)
-            predicted = simulate(trace, changes, costs, "").tokens_per_second
-            name = json.dumps(changes)
-            results[name] = {"predicted": predicted, "real": real, "ratio": predicted / real}
-            print(
-                f"{name:<28} predicted {predicted:10,.0f}  real {real:10,.0f}  ratio {predicted / real:.3f}",
-                flush=True,
-            )
+        bench = Bench(folder, NUM_REQUESTS[arguments.model], arguments.device)
+        limits = LIMITS[arguments.model]
+        runs = [bench.run(each, traces / f"trace{i}.json") for i, each in enumerate(limits)]
+        plain = bench.run(limits[0], None)
+    results: dict[str, Any] = {
+        "full step ms, plain": 1e3 * plain.full_step_seconds,
+        "full step ms, traced": 1e3 * runs[0].full_step_seconds,
+        "traced over plain tokens/s": runs[0].rate / plain.rate,
+    }
+    for name, value in results.items():
+        print(f"{name:<28} {value:.3f}")
+    results["from"] = {str(run.limits): bench.predict(run, runs) for run in runs}
     if arguments.json:
         arguments.json.write_text(json.dumps(results, indent=1))
 
