@@ -3,7 +3,7 @@
     python benchmarks/bench_scheduler.py steps      # the distribution over a trace of steps; memory growth
     python benchmarks/bench_scheduler.py hashing    # the prefix cache on a prompt of 100,000 tokens
     python benchmarks/bench_scheduler.py admission  # admission by forecast against the best fixed cap
-    python benchmarks/bench_scheduler.py steps --trace t.json   # the same steps, written down
+    python benchmarks/bench_scheduler.py tracing    # the same steps with and without a trace
 
 `steps` keeps `--running` requests running: whenever one ends, another arrives. `admission` runs a
 simulated engine, whose steps take a time linear in what they compute, so its result is the same on every
@@ -14,12 +14,16 @@ from __future__ import annotations
 
 import argparse
 import random
+import tempfile
 import time
 import tracemalloc
+from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from pagedinfer._core import BlockPool
 from pagedinfer.engine.batch import Batch, StepOutput
@@ -35,8 +39,8 @@ def make_request(name: str, prompt: list[int], max_tokens: int) -> Request:
     return Request(name, prompt, params, eos_token_ids=frozenset([EOS]))
 
 
-def show_distribution(what: str, seconds: list[float]) -> None:
-    microseconds = np.array(seconds) * 1e6
+def show_distribution(what: str, seconds: npt.NDArray[np.float64]) -> None:
+    microseconds = seconds * 1e6
     quantiles = np.quantile(microseconds, [0.5, 0.9, 0.99, 1.0])
     print(
         f"{what:<10} mean {microseconds.mean():7.1f}   median {quantiles[0]:7.1f}   "
@@ -44,69 +48,89 @@ def show_distribution(what: str, seconds: list[float]) -> None:
     )
 
 
-def bench_steps(
-    num_running: int, num_steps: int, block_size: int, prompt: int, output: int, trace: str | None = None
-) -> None:
-    """`num_running` requests run all the time, with prompts and outputs of these mean lengths."""
-    longest = 2 * (prompt + output)
-    config = SchedulerConfig(
-        max_num_seqs=num_running,
-        max_num_batched_tokens=8192,
-        block_size=block_size,
-        num_blocks=-(-num_running * longest // block_size),
-        max_model_len=longest,
-    )
-    scheduler = Scheduler(config) if trace is None else TracingScheduler(config, trace)
-    rng = random.Random(0)
-    num_added = 0
-    schedule_times: list[float] = []
-    update_times: list[float] = []
+class Load:
+    """A scheduler with `num_running` requests all the time, of prompts and outputs of these mean lengths."""
 
-    def arrive() -> None:
-        nonlocal num_added
-        num_added += 1
-        tokens = [rng.randrange(3, 100_000) for _ in range(rng.randint(1, 2 * prompt - 1))]
-        scheduler.add_request(make_request(f"r{num_added}", tokens, rng.randint(1, 2 * output - 1)))
+    def __init__(
+        self, num_running: int, block_size: int, prompt: int, output: int, trace: str | None = None
+    ) -> None:
+        longest = 2 * (prompt + output)
+        config = SchedulerConfig(
+            max_num_seqs=num_running,
+            max_num_batched_tokens=8192,
+            block_size=block_size,
+            num_blocks=-(-num_running * longest // block_size),
+            max_model_len=longest,
+        )
+        self.scheduler = Scheduler(config) if trace is None else TracingScheduler(config, trace)
+        self.num_added = 0
+        self._prompt, self._output = prompt, output
+        self._rng = random.Random(0)
+        for _ in range(num_running):
+            self._arrive()
 
-    for _ in range(num_running):
-        arrive()
-    warm_up = num_steps // 10
-    traced = 0
-    for step in range(num_steps + warm_up):
+    def _arrive(self) -> float:
+        """One more request; the seconds that adding it took."""
+        draw = self._rng
+        self.num_added += 1
+        tokens = [draw.randrange(3, 100_000) for _ in range(draw.randint(1, 2 * self._prompt - 1))]
+        request = make_request(f"r{self.num_added}", tokens, draw.randint(1, 2 * self._output - 1))
         begin = time.thread_time()
-        batch = scheduler.schedule()
-        scheduled = time.thread_time()
-        num_tokens = sum(work.sample for work in batch.requests)
-        output_of_step = StepOutput(np.full(num_tokens, 7, np.int64), np.zeros(num_tokens, np.float32))
-        sampled = time.thread_time()
-        updates = scheduler.update(batch, output_of_step)
-        end = time.thread_time()
-        for update in updates:
-            if update.finish_reason is not None:
-                arrive()
-        if step >= warm_up:
-            schedule_times.append(scheduled - begin)
-            update_times.append(end - sampled)
-    print(f"{num_steps} steps, {num_running} running, {num_added} requests in all")
-    show_distribution("schedule", schedule_times)
-    show_distribution("update", update_times)
-    show_distribution("both", [a + b for a, b in zip(schedule_times, update_times, strict=True)])
+        self.scheduler.add_request(request)
+        return time.thread_time() - begin
 
-    # Memory: a second, traced stretch at the same load, so that tracing does not show in the times.
-    tracemalloc.start()
-    for step in range(num_steps // 5):
-        batch = scheduler.schedule()
+    def step(self) -> tuple[float, float, float]:
+        """Seconds of CPU time for its schedule, its update, and the arrivals after it."""
+        begin = time.thread_time()
+        batch = self.scheduler.schedule()
+        scheduled = time.thread_time() - begin
         num_tokens = sum(work.sample for work in batch.requests)
-        for update in scheduler.update(
-            batch, StepOutput(np.full(num_tokens, 7, np.int64), np.zeros(num_tokens, np.float32))
-        ):
-            if update.finish_reason is not None:
-                arrive()
-        if step == num_steps // 10:
-            traced = tracemalloc.get_traced_memory()[0]
-    grown = tracemalloc.get_traced_memory()[0] - traced
+        output = StepOutput(np.full(num_tokens, 7, np.int64), np.zeros(num_tokens, np.float32))
+        begin = time.thread_time()
+        updates = self.scheduler.update(batch, output)
+        updated = time.thread_time() - begin
+        arrivals = [self._arrive() for update in updates if update.finish_reason is not None]
+        return scheduled, updated, sum(arrivals)
+
+
+def bench_steps(make_load: Callable[[], Load], num_steps: int) -> None:
+    """The distribution over steps, and whether memory grows."""
+    load = make_load()
+    for _ in range(num_steps // 10):
+        load.step()
+    seconds = np.array([load.step() for _ in range(num_steps)])
+    print(f"{num_steps} steps, {load.num_added} requests in all")
+    show_distribution("schedule", seconds[:, 0])
+    show_distribution("update", seconds[:, 1])
+    show_distribution("both", seconds[:, 0] + seconds[:, 1])
+
+    # A second stretch at the same load, so that watching memory does not show in the times.
+    tracemalloc.start()
+    for _ in range(num_steps // 10):
+        load.step()
+    before = tracemalloc.get_traced_memory()[0]
+    for _ in range(num_steps // 10):
+        load.step()
+    grown = tracemalloc.get_traced_memory()[0] - before
     tracemalloc.stop()
     print(f"memory over {num_steps // 10} further steps: {grown / 1024:+.0f} KiB")
+
+
+def bench_tracing(make_load: Callable[[str | None], Load], num_steps: int) -> None:
+    """Two loads that do the same, step by step in turns; the arrivals count too."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        plain, traced = make_load(None), make_load(str(path))
+        seconds = np.array([(sum(plain.step()), sum(traced.step())) for _ in range(num_steps)])
+        traced.scheduler.close()  # type: ignore[attr-defined]
+        num_bytes = path.stat().st_size
+    show_distribution("plain", seconds[:, 0])
+    show_distribution("traced", seconds[:, 1])
+    cost = 1e6 * (seconds[:, 1] - seconds[:, 0])
+    print(
+        f"a trace costs {cost.mean():.0f} us a step on average, {np.median(cost):.0f} at the median, and "
+        f"{num_bytes / num_steps:.0f} bytes: less than 2 % of steps longer than {cost.mean() / 20:.1f} ms"
+    )
 
 
 def bench_hashing(num_tokens: int, block_size: int) -> None:
@@ -207,27 +231,28 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", nargs="?", choices=["steps", "hashing", "admission", "all"], default="all")
+    parts = ["steps", "hashing", "admission", "tracing"]
+    parser.add_argument("what", nargs="?", choices=[*parts, "all"], default="all")
     parser.add_argument("--running", type=int, default=256, help="requests that run at once")
     parser.add_argument("--steps", type=int, default=10_000)
     parser.add_argument("--block-size", type=int, default=16)
     parser.add_argument("--prompt-tokens", type=int, default=256, help="mean length of a prompt")
     parser.add_argument("--output-tokens", type=int, default=256, help="mean length of an output")
-    parser.add_argument("--trace", metavar="FILE", help="have the scheduler of `steps` write a trace")
     arguments = parser.parse_args()
-    if arguments.what in ("steps", "all"):
-        bench_steps(
-            arguments.running,
-            arguments.steps,
-            arguments.block_size,
-            arguments.prompt_tokens,
-            arguments.output_tokens,
-            arguments.trace,
-        )
-    if arguments.what in ("hashing", "all"):
-        bench_hashing(100_000, arguments.block_size)
-    if arguments.what in ("admission", "all"):
-        bench_admission()
+
+    def make_load(trace: str | None = None) -> Load:
+        lengths = arguments.prompt_tokens, arguments.output_tokens
+        return Load(arguments.running, arguments.block_size, *lengths, trace)
+
+    for part in parts if arguments.what == "all" else [arguments.what]:
+        if part == "steps":
+            bench_steps(make_load, arguments.steps)
+        elif part == "hashing":
+            bench_hashing(100_000, arguments.block_size)
+        elif part == "admission":
+            bench_admission()
+        else:
+            bench_tracing(make_load, arguments.steps)
 
 
 if __name__ == "__main__":
