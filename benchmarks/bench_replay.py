@@ -29,7 +29,7 @@ from pagedinfer.tracing.reader import read_trace
 from pagedinfer.tracing.records import Trace
 from pagedinfer.tracing.simulation import simulate, traced_run
 
-NUM_REQUESTS = {"llama-3-8b": 512, "tiny": 80}
+NUM_REQUESTS = {"llama-3-8b": 384, "tiny": 80}
 LIMITS: dict[str, list[dict[str, int]]] = {  # of the runs
     "llama-3-8b": [{"max_num_seqs": 256}, {"max_num_seqs": 64}],
     "tiny": [
