@@ -7,6 +7,10 @@ from typing import Literal, NamedTuple
 WaitingReason = Literal["slots", "blocks", "tokens"]
 
 
+RefusalCause = Literal["", "prefix", "urgent", "unknown token"]
+"""A running prompt computes what it begins with; a more urgent one has the step; its token is being drawn."""
+
+
 class Preempted(NamedTuple):
     """A request that had to give up its blocks or its slot."""
 
@@ -26,3 +30,4 @@ class Refusal(NamedTuple):
     num_needed: int = 0  # blocks, for its next tokens
     num_free: int = 0  # blocks
     peak: int = 0  # blocks that were expected to be in use at most, had it been admitted; 0: not the reason
+    cause: RefusalCause = ""  # why it waits though there is enough

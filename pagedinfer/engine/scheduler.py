@@ -273,7 +273,7 @@ class Scheduler:
                 update.finish_reason = status.finish_reason
                 update.stop_reason = request.stop_reason
         self.counters.num_generated_tokens += num_generated
-        reason = self.waiting_reason
-        if reason is not None:
+        refusal, reason = self.refusal, self.waiting_reason
+        if reason is not None and (refusal is None or not refusal.cause):
             self.counters.limited_steps[reason] += 1
         return updates

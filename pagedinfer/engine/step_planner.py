@@ -9,7 +9,7 @@ from typing import Literal
 
 from pagedinfer.engine.admission import AdmissionControl
 from pagedinfer.engine.batch import AdmittedRequest, Batch, ScheduledRequest
-from pagedinfer.engine.decisions import Refusal, WaitingReason
+from pagedinfer.engine.decisions import Refusal, RefusalCause, WaitingReason
 from pagedinfer.engine.kv_cache_manager import KVCacheManager, Prefix
 from pagedinfer.engine.preemption import Preemption
 from pagedinfer.engine.request import Request, RequestStatus
@@ -285,8 +285,8 @@ class StepPlanner:
         """Admits the first waiting request; False if it has to go on waiting."""
         request = self.waiting.first()
         if request.has_unknown_tokens:
-            self.refusal = None
-            return False  # preempted while a step in flight draws its token
+            # It was preempted while a step in flight draws its token.
+            return self._refuse(request, "blocks", cause="unknown token")
         if step.budget <= 0:
             return self._refuse(request, "tokens")
         peers = self.running.num_at_least_as_urgent(request.urgency[0])
@@ -300,11 +300,12 @@ class StepPlanner:
             prefix = self._find_prefix(request)
             start = max(request.num_computed_tokens, len(prefix) * self.kv.block_size)
             num_tokens = self._chunk(step, request, request.num_tokens - start, reserved)
+            if num_tokens == 0:
+                has_room = self.config.enable_chunked_prefill or request.num_tokens - start <= step.budget
+                return self._refuse(request, "tokens", cause="urgent" if has_room else "")
             # What a running prompt is about to compute is worth waiting for: both would compute it.
-            if num_tokens == 0 or any(
-                self.kv.will_find(request, prefix, other) for other in step.unfinished_prompts
-            ):
-                return self._refuse(request, "tokens")
+            if any(self.kv.will_find(request, prefix, other) for other in step.unfinished_prompts):
+                return self._refuse(request, "tokens", cause="prefix")
             num_needed = self.kv.num_needed(request, prefix, start + num_tokens)
             fits = self._will_fit(request, prefix, peers)
             if fits and num_needed <= self.kv.num_free and self.running.has_free_slot:
@@ -323,9 +324,14 @@ class StepPlanner:
         return True
 
     def _refuse(
-        self, request: Request, reason: WaitingReason, num_needed: int = 0, peak: int = 0
+        self,
+        request: Request,
+        reason: WaitingReason,
+        num_needed: int = 0,
+        peak: int = 0,
+        cause: RefusalCause = "",
     ) -> Literal[False]:
-        self.refusal = Refusal(request.request_id, reason, num_needed, self.kv.num_free, peak)
+        self.refusal = Refusal(request.request_id, reason, num_needed, self.kv.num_free, peak, cause)
         return False
 
     def _find_prefix(self, request: Request) -> Prefix:

@@ -6,9 +6,14 @@ import difflib
 from collections import Counter
 from dataclasses import dataclass
 
-from pagedinfer.engine.decisions import Preempted, Refusal
+from pagedinfer.engine.decisions import Preempted, Refusal, RefusalCause
 from pagedinfer.tracing.records import Added, Ended, StepRecord, Trace
 
+_CAUSES: dict[RefusalCause, str] = {
+    "prefix": "a prompt that begins alike was being computed, and to share it is quicker",
+    "urgent": "a more urgent prompt had the step",
+    "unknown token": "the step before was still drawing its last token",
+}
 _SLOW = 3.0  # a step that takes so many times the median step between two tokens is worth a sentence
 
 
@@ -142,6 +147,8 @@ class _Explanation:
                 f"with it, the KV cache of {config['num_blocks']:,} blocks was expected to run out as those "
                 f"that run grow"
             )
+        if refusal.cause:
+            text = _CAUSES[refusal.cause]
         if refusal.request_id != self._name:
             return f"others were in front of it, the first of which waited since {text}"
         if refusal.reason == "blocks" and not refusal.peak:

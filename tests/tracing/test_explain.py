@@ -97,6 +97,34 @@ def test_behind_another(make_rig: MakeRig, path: Path) -> None:
     assert "others were in front of it, the first of which waited since all 1 slots" in text
 
 
+def test_a_prompt_that_begins_alike(make_rig: MakeRig, path: Path) -> None:
+    rig = make_rig(long_prefill_token_threshold=16, max_num_batched_tokens=64)
+    rig.add("first", prompt_of(40), max_tokens=2)
+    rig.add("second", prompt_of(44), max_tokens=2)
+    text = told(rig, path, "second")
+    assert "a prompt that begins alike was being computed, and to share it is quicker (2 steps)" in text
+    assert rig.scheduler.counters.limited_steps["tokens"] == 0
+
+
+@pytest.mark.parametrize("chunked", [True, False])
+def test_a_more_urgent_prompt(chunked: bool, make_rig: MakeRig, path: Path) -> None:
+    rig = make_rig(
+        scheduling_policy="priority",
+        max_num_seqs=8,
+        max_num_batched_tokens=64,
+        max_model_len=64,
+        enable_chunked_prefill=chunked,
+    )
+    rig.add("decoding", prompt_of(4), max_tokens=6, priority=3)
+    rig.step()
+    rig.add("urgent", prompt_of(8, first=20), max_tokens=2, priority=0)
+    rig.add("patient", prompt_of(8, first=30), max_tokens=2, priority=3)
+    assert "a more urgent prompt had the step (1 step)" in told(rig, path, "patient")
+    text = " ".join(explain(read_trace(path), "decoding"))
+    assert "In 1 step it had a slot and computed nothing" in text
+    assert rig.scheduler.counters.limited_steps["tokens"] == 0
+
+
 @pytest.mark.parametrize(
     ("mode", "what"),
     [("swap", "blocks moved to the CPU"), ("recompute", "tokens was dropped, to be computed again")],
