@@ -71,6 +71,12 @@ STABLE_TORCH_LIBRARY(pagedinfer, m) {
       "bool interleaved) -> ()");
   // out = silu(left half of input) * right half of input (SwiGLU).
   m.def("silu_and_mul(Tensor input, Tensor(a!) out) -> ()");
+  // A linear layer over few rows, with the norm before it and silu_and_mul or the residual's
+  // addition after it.
+  m.def(
+      "skinny_linear(Tensor input, Tensor weight, Tensor? bias, Tensor? norm_weight, float "
+      "epsilon, "
+      "bool gated, Tensor? residual, Tensor(a!) out) -> ()");
 
   // ---- runner ----
   // The inputs of a step of decodes, made from what the device keeps by slot.
@@ -123,6 +129,7 @@ STABLE_TORCH_LIBRARY(pagedinfer, m) {
   m.impl("offset_rms_norm", TORCH_BOX(&pagedinfer::offset_rms_norm));                           \
   m.impl("rotary_embedding", TORCH_BOX(&pagedinfer::rotary_embedding));                         \
   m.impl("silu_and_mul", TORCH_BOX(&pagedinfer::silu_and_mul));                                 \
+  m.impl("skinny_linear", TORCH_BOX(&pagedinfer::skinny_linear));                               \
   m.impl("decode_inputs", TORCH_BOX(&pagedinfer::decode_inputs));                               \
   m.impl("keep_tokens", TORCH_BOX(&pagedinfer::keep_tokens));                                   \
   m.impl("peer_all_reduce", TORCH_BOX(&pagedinfer::peer_all_reduce));                           \

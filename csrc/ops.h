@@ -55,6 +55,9 @@ void offset_rms_norm(const Tensor& input, const Tensor& weight, double epsilon, 
 void rotary_embedding(const Tensor& positions, Tensor query, std::optional<Tensor> key,
                       const Tensor& cos_sin_cache, bool interleaved);
 void silu_and_mul(const Tensor& input, Tensor out);
+void skinny_linear(const Tensor& input, const Tensor& weight, std::optional<Tensor> bias,
+                   std::optional<Tensor> norm_weight, double epsilon, bool gated,
+                   std::optional<Tensor> residual, Tensor out);
 
 void decode_inputs(const Tensor& packed, const Tensor& last_tokens, const Tensor& num_prompt_tokens,
                    int64_t block_size, Tensor block_table, Tensor output_positions,

@@ -691,6 +691,56 @@ def silu_and_mul(input: Tensor, out: Tensor | None = None) -> Tensor:
     return out
 
 
+MAX_SKINNY_ROWS = 4
+"""The most rows that `skinny_linear` takes."""
+
+
+def skinny_linear(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    norm_weight: Tensor | None = None,
+    epsilon: float = 0.0,
+    gated: bool = False,
+    residual: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """A linear layer over few rows, with what stands around it in a decoder layer: input @ weight^T + bias.
+
+    With `norm_weight` the input is `rms_norm`ed first; with `gated` the result is `silu_and_mul`ed; with
+    `residual` it is added to that. Rounded where those ops round.
+
+    On a GPU weight, bias and norm_weight are read before the kernels ahead in the stream have ended, so
+    that the memory never rests: they must not be written by any that may still be under way, as weights are
+    not.
+
+    Args:
+        input: dtype [num_rows, in_features], at most `MAX_SKINNY_ROWS` rows; rows begin at multiples of 16
+            bytes.
+        weight: dtype [features, in_features], contiguous, rows at multiples of 16 bytes too. If gated, the
+            gate's rows come first, then as many of the other factor.
+        bias: dtype [features].
+        norm_weight: dtype [in_features].
+        epsilon: of the norm.
+        residual: dtype [num_rows, out_features].
+        out: dtype [num_rows, out_features]: features or, if gated, half of them; allocated if not given.
+            May be the residual.
+
+    Returns:
+        `out`.
+
+    Raises:
+        ValueError: shapes, dtypes, devices, alignments or strides that do not fit, or an out or residual
+            that shares its memory with the input.
+    """
+    if out is None:
+        features = weight.shape[0] // 2 if gated else weight.shape[0]
+        out = torch.empty((input.shape[0], features), dtype=input.dtype, device=input.device)
+    _ops.skinny_linear(input, weight, bias, norm_weight, epsilon, gated, residual, out)
+    return out
+
+
 # ---- runner ----------------------------------------------------------------------------------------
 
 
@@ -931,6 +981,7 @@ def _register_fakes() -> None:
         "offset_rms_norm",
         "rotary_embedding",
         "silu_and_mul",
+        "skinny_linear",
         "decode_inputs",
         "keep_tokens",
         "peer_all_reduce",

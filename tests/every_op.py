@@ -167,6 +167,17 @@ def silu_and_mul(device: torch.device) -> None:
             ops.silu_and_mul(torch.randn(3, 2 * width, device=device).to(dtype))
 
 
+def skinny_linear(device: torch.device) -> None:
+    """With each part and without; rows of a few vectors and of several chunks."""
+    for dtype in (torch.float32, torch.bfloat16):
+        for rows, features, in_features in ((1, 10, 8), (3, 40, 1096)):
+            input = torch.randn(rows, in_features, device=device).to(dtype)
+            weight = torch.randn(features, in_features, device=device).to(dtype)
+            stream = ops.skinny_linear(input, weight, bias=weight[:, 0].contiguous())
+            ops.skinny_linear(input, weight, norm_weight=weight[0], residual=stream, out=stream)
+            ops.skinny_linear(input, weight, gated=True)
+
+
 def decode_inputs(device: torch.device) -> None:
     """Rows of one block and of many, new blocks and padding; what is drawn goes back."""
     packed = torch.tensor([[2, 0, -1], [16 * 300, 1, 0], [7, -1, -1]], dtype=torch.int32, device=device)
@@ -221,6 +232,7 @@ CALLS: dict[str, Call] = {
     "offset_rms_norm": offset_rms_norm,
     "rotary_embedding": rotary_embedding,
     "silu_and_mul": silu_and_mul,
+    "skinny_linear": skinny_linear,
     "decode_inputs": decode_inputs,
     "keep_tokens": decode_inputs,
     "peer_all_reduce": peer_all_reduce,
