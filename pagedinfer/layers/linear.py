@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from torch import Tensor, nn
-from torch.nn import functional
 
 from pagedinfer.distributed.sharding import Shard
+from pagedinfer.layers import few_rows
 from pagedinfer.layers.placement import Placement
 from pagedinfer.layers.stored_tensor import Piece, StoredTensor
 
@@ -26,7 +26,7 @@ class Linear(nn.Module):
 
     def forward(self, input: Tensor) -> Tensor:
         """[..., in_features] -> [..., out_features]"""
-        return functional.linear(input, self.weight, self.bias)
+        return few_rows.linear(input, self.weight, self.bias)
 
 
 class ColumnParallelLinear(Linear):
@@ -106,7 +106,7 @@ class RowParallelLinear(Linear):
     def forward(self, input: Tensor) -> Tensor:
         """[..., this rank's inputs] -> [..., out_features]"""
         bias = self.bias if self.group.rank == 0 else None  # it must enter the sum once
-        output = functional.linear(input, self.weight, bias)
+        output = few_rows.linear(input, self.weight, bias)
         return output if self.defers_sum else self.group.all_reduce(output)
 
     def checkpoint_tensors(self, path: str) -> Iterator[tuple[str, StoredTensor]]:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
+from pagedinfer import ops
 from pagedinfer.distributed.sharding import shard_evenly
+from pagedinfer.layers import few_rows
 from pagedinfer.layers.activation import gated_activation
 from pagedinfer.layers.linear import ColumnParallelLinear, RowParallelLinear
+from pagedinfer.layers.norm import RMSNorm
 from pagedinfer.layers.placement import Placement
 
 
@@ -38,3 +41,9 @@ class GatedMLP(nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         """[num_tokens, hidden] -> [num_tokens, hidden]"""
         return self.down_proj(self.activation(self.gate_up_proj(hidden)))  # type: ignore[no-any-return]
+
+    def add_to(self, stream: Tensor, norm: RMSNorm) -> None:
+        """stream += self(norm(stream)), over few rows."""
+        gated = self.activation is ops.silu_and_mul
+        inner = few_rows.normed_linear(norm, stream, self.gate_up_proj, gated=gated)
+        few_rows.add_linear(stream, inner if gated else self.activation(inner), self.down_proj)

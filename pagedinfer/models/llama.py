@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from pagedinfer.distributed.sharding import Shard, shard_heads
+from pagedinfer.layers import few_rows
 from pagedinfer.layers.attention import AttentionBatch, RotaryAttention
 from pagedinfer.layers.embedding import LanguageModelHead, VocabularyEmbedding
 from pagedinfer.layers.linear import ColumnParallelLinear, RowParallelLinear
@@ -68,14 +69,26 @@ class LlamaAttention(nn.Module):
     def forward(
         self, hidden: Tensor, positions: Tensor, kv_cache: Tensor, attention: AttentionBatch
     ) -> Tensor:
-        qkv = self.qkv_proj(hidden)
-        query, key, value = qkv.split((self.query_size, self.kv_size, self.kv_size), dim=-1)
+        attended = self.attend(self.qkv_proj(hidden), positions, kv_cache, attention)
+        return self.o_proj(attended)  # type: ignore[no-any-return]
+
+    def add_to(
+        self, stream: Tensor, norm: RMSNorm, positions: Tensor, kv_cache: Tensor, attention: AttentionBatch
+    ) -> None:
+        """stream += self(norm(stream)), over few rows."""
+        qkv = few_rows.normed_linear(norm, stream, self.qkv_proj)
+        few_rows.add_linear(stream, self.attend(qkv, positions, kv_cache, attention), self.o_proj)
+
+    def attend(self, qkv: Tensor, positions: Tensor, kv_cache: Tensor, attention: AttentionBatch) -> Tensor:
+        """From the fused projection to what the output projection takes."""
+        widths = (self.query_size, self.kv_size, self.kv_size)
+        query, key, value = qkv.split(widths, dim=-1)  # type: ignore[no-untyped-call]
         query, key = self.normalize_heads(
             query.unflatten(-1, (self.num_heads, self.head_dim)),
             key.unflatten(-1, (self.num_kv_heads, self.head_dim)),
         )
         query_norm, key_norm = self.head_norms()
-        output = self.attention(
+        return self.attention(  # type: ignore[no-any-return]
             query,
             key,
             value.unflatten(-1, (self.num_kv_heads, self.head_dim)),
@@ -86,7 +99,6 @@ class LlamaAttention(nn.Module):
             query_norm=query_norm,
             key_norm=key_norm,
         )
-        return self.o_proj(output)  # type: ignore[no-any-return]
 
 
 class LlamaDecoderLayer(nn.Module):
@@ -135,6 +147,14 @@ class LlamaDecoderLayer(nn.Module):
         hidden = self.post_attention_layernorm(hidden, residual)
         return self.mlp(hidden), residual
 
+    def add_to(self, stream: Tensor, positions: Tensor, kv_cache: Tensor, attention: AttentionBatch) -> None:
+        """The same over few rows, added to the residual stream at once."""
+        self.self_attn.add_to(stream, self.input_layernorm, positions, kv_cache, attention)
+        if isinstance(self.mlp, GatedMLP):
+            self.mlp.add_to(stream, self.post_attention_layernorm)
+        else:
+            stream += self.mlp(self.post_attention_layernorm(stream))
+
 
 class LlamaModel(nn.Module):
     """Embedding, layers, final norm."""
@@ -160,6 +180,10 @@ class LlamaModel(nn.Module):
         self, input_ids: Tensor, positions: Tensor, kv_cache: Tensor, attention: AttentionBatch
     ) -> Tensor:
         hidden, residual = self.embed_tokens(input_ids), None
+        if few_rows.served(hidden):
+            for layer in self.layers:
+                layer.add_to(hidden, positions, kv_cache, attention)  # type: ignore[operator]
+            return self.norm(hidden)  # type: ignore[no-any-return]
         for layer in self.layers:
             hidden, residual = layer(hidden, residual, positions, kv_cache, attention)
         return self.norm(hidden, residual)  # type: ignore[no-any-return]

@@ -1,0 +1,63 @@
+"""Linear layers over few rows, as when a few requests decode: where they get kernels of their own.
+
+There a step's time is that of reading the weights, and of whatever stands between two reads.
+`ops.skinny_linear` begins to read while the kernel ahead still runs, and takes the norm before it and the
+sums after it along: a decoder layer is six launches.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from pagedinfer import ops
+from pagedinfer.layers.norm import RMSNorm
+
+if TYPE_CHECKING:
+    from pagedinfer.layers.linear import Linear, RowParallelLinear
+
+MAX_ROWS = 2
+"""Up to here it is faster than cuBLAS: docs/decisions/0004-few-rows.md."""
+
+MAX_ROWS_NARROW = 4
+_NARROW = 2048
+"""The same where rows have at most so many features: launches weigh more there, and arithmetic less."""
+
+_ALIGNMENT = 8  # features; 16 bytes, which the kernel reads at once
+
+
+def served(input: Tensor) -> bool:
+    """Whether `ops.skinny_linear` is to be used for [num_rows, features] of activations."""
+    if not input.is_cuda or input.dim() != 2 or input.dtype not in (torch.float16, torch.bfloat16):
+        return False
+    num_rows, features = input.shape
+    most = MAX_ROWS_NARROW if features <= _NARROW else MAX_ROWS
+    return num_rows <= most and features % _ALIGNMENT == 0
+
+
+def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """input W^T + b, by the faster kernel: [..., in_features] -> [..., out_features]"""
+    if served(input) and input.stride(1) == 1 and input.stride(0) % _ALIGNMENT == 0:
+        return ops.skinny_linear(input, weight, bias)
+    return functional.linear(input, weight, bias)
+
+
+# ---- parts of a layer, for inputs that are `served` --------------------------------------------------
+
+
+def normed_linear(norm: RMSNorm, stream: Tensor, layer: Linear, *, gated: bool = False) -> Tensor:
+    """layer(norm(stream)) of a linear layer; if `gated`, silu(left half) * right half of that."""
+    return ops.skinny_linear(
+        stream, layer.weight, layer.bias, norm_weight=norm.weight, epsilon=norm.epsilon, gated=gated
+    )
+
+
+def add_linear(stream: Tensor, input: Tensor, layer: RowParallelLinear) -> None:
+    """stream += layer(input), of a linear layer."""
+    if layer.group.size > 1:
+        stream += layer(input)  # the ranks' results are summed before they are added
+    else:
+        ops.skinny_linear(input, layer.weight, layer.bias, residual=stream, out=stream)
