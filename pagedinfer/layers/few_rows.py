@@ -7,6 +7,7 @@ sums after it along: a decoder layer is six launches.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,15 +18,16 @@ from pagedinfer import ops
 from pagedinfer.layers.norm import RMSNorm
 
 if TYPE_CHECKING:
-    from pagedinfer.layers.linear import Linear, RowParallelLinear
+    from pagedinfer.layers.linear import Linear
 
 MAX_ROWS = 2
-"""Up to here it is faster than cuBLAS: docs/decisions/0004-few-rows.md."""
+"""Up to here it is faster than cuBLAS: docs/decisions/0007-few-rows.md."""
 
 MAX_ROWS_NARROW = 4
 _NARROW = 2048
 """The same where rows have at most so many features: launches weigh more there, and arithmetic less."""
 
+_MOST_ELEMENTS = 1 << 16  # of an input whose rows, or four, fit into shared memory beside weights
 _ALIGNMENT = 8  # features; 16 bytes, which the kernel reads at once
 
 
@@ -35,7 +37,7 @@ def served(input: Tensor) -> bool:
         return False
     num_rows, features = input.shape
     most = MAX_ROWS_NARROW if features <= _NARROW else MAX_ROWS
-    return num_rows <= most and features % _ALIGNMENT == 0
+    return num_rows <= most and _fits(input) and _starts_early(input.device)
 
 
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -45,7 +47,18 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return functional.linear(input, weight, bias)
 
 
-# ---- parts of a layer, for inputs that are `served` --------------------------------------------------
+def _fits(input: Tensor) -> bool:
+    num_rows, features = input.shape
+    return features % _ALIGNMENT == 0 and num_rows * features <= _MOST_ELEMENTS
+
+
+@cache
+def _starts_early(device: torch.device) -> bool:
+    """Whether kernels can start before those ahead have ended, as from Hopper on; else nothing is gained."""
+    return torch.cuda.get_device_capability(device)[0] >= 9
+
+
+# ---- parts of a layer on one rank, for inputs that are `served` --------------------------------------
 
 
 def normed_linear(norm: RMSNorm, stream: Tensor, layer: Linear, *, gated: bool = False) -> Tensor:
@@ -55,9 +68,9 @@ def normed_linear(norm: RMSNorm, stream: Tensor, layer: Linear, *, gated: bool =
     )
 
 
-def add_linear(stream: Tensor, input: Tensor, layer: RowParallelLinear) -> None:
+def add_linear(stream: Tensor, input: Tensor, layer: Linear) -> None:
     """stream += layer(input), of a linear layer."""
-    if layer.group.size > 1:
-        stream += layer(input)  # the ranks' results are summed before they are added
-    else:
+    if _fits(input):
         ops.skinny_linear(input, layer.weight, layer.bias, residual=stream, out=stream)
+    else:
+        stream += functional.linear(input, layer.weight, layer.bias)

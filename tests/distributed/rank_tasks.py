@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -14,7 +15,7 @@ from pagedinfer.distributed.torch_group import TorchGroup
 from pagedinfer.engine.batch import Batch, StepOutput
 from pagedinfer.models.model_config import ModelConfig
 from pagedinfer.runner.worker import Worker
-from tests.models.harness import load
+from tests.models.harness import few_rows_served, load
 
 Outputs = tuple[list[Tensor], list[list[int]]]
 Limits = dict[str, int]
@@ -29,12 +30,20 @@ LIMITS = (
 
 
 def logits_and_tokens(
-    group: Group = SINGLE_RANK, *, path: str, prompts: list[list[int]], num_tokens: int, device: str = "cpu"
+    group: Group = SINGLE_RANK,
+    *,
+    path: str,
+    prompts: list[list[int]],
+    num_tokens: int,
+    device: str = "cpu",
+    most_few_rows: int = 0,
 ) -> Outputs:
     """The logits of prompts, computed in chunks, and what they go on with."""
     model = load(Path(path), group=group, device=device)
-    logits = model.logits(prompts, chunk=16, block_size=8)
-    return [each.cpu() for each in logits], model.greedy(prompts, num_tokens)
+    with few_rows_served(most_few_rows) if most_few_rows else nullcontext():
+        logits = model.logits(prompts, chunk=16, block_size=8)
+        tokens = model.greedy(prompts, num_tokens)
+    return [each.cpu() for each in logits], tokens
 
 
 # ---- a worker in each rank of a pool, for an engine in the test's process ----

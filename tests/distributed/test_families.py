@@ -33,10 +33,10 @@ CHANGES: dict[str, dict[str, Any]] = {
 FOUR_RANKS = ("Qwen2, tied", "OPT", "GPT-2", "Phi-3, partial", "Gemma 3", "Qwen3-MoE, top 1, some dense")
 
 
-def check(path: Path, pool: RankPool, prompts: list[list[int]] = PROMPTS) -> None:
+def check(path: Path, pool: RankPool, prompts: list[list[int]] = PROMPTS, *, most_few_rows: int = 0) -> None:
     task: dict[str, Any] = {"path": str(path), "prompts": prompts, "num_tokens": NUM_TOKENS}
     logits, tokens = logits_and_tokens(**task)
-    for found_logits, found_tokens in pool.run(logits_and_tokens, **task):
+    for found_logits, found_tokens in pool.run(logits_and_tokens, **task, most_few_rows=most_few_rows):
         for one, other in zip(found_logits, logits, strict=True):
             torch.testing.assert_close(one, other, rtol=0, atol=TOLERANCE)
         assert found_tokens == tokens
@@ -73,6 +73,13 @@ def test_fewer_kv_heads_than_ranks(
 ) -> None:
     make_llama(tmp_path, num_key_value_heads=num_kv_heads, attention_bias=True, mlp_bias=True, vocab_size=9)
     check(tmp_path, rank_pool(4), [[token % 9 for token in prompt] for prompt in PROMPTS])
+
+
+@pytest.mark.parametrize("name", ["Llama, biases", "Qwen3-MoE"])
+def test_few_rows(name: str, tmp_path: Path, rank_pool: Callable[[int], RankPool]) -> None:
+    """Ranks decode with the linear layers for few rows too; their sums stay sums over the ranks."""
+    make_case(tmp_path, name)
+    check(tmp_path, rank_pool(2), most_few_rows=4)
 
 
 # ---- weights ----

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -15,8 +14,9 @@ from pagedinfer.layers.linear import Linear
 from pagedinfer.layers.mlp import GatedMLP
 from pagedinfer.layers.norm import RMSNorm
 from pagedinfer.layers.placement import Placement
-from tests.models.harness import load
-from tests.tiny_models import make_llama
+from tests.models.families import CASES, make
+from tests.models.harness import few_rows_served, load
+from tests.models.parity import random_prompts
 
 
 def random_weights(module: torch.nn.Module) -> None:
@@ -38,32 +38,50 @@ def test_gated_mlp(device: torch.device, activation: str, bias: bool) -> None:
     torch.testing.assert_close(stream, wanted, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"attention_bias": True, "mlp_bias": True}, {"tie_word_embeddings": True}],
-    ids=["plain", "biases", "tied"],
-)
-def test_a_model_takes_either_way(
-    options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Prompts, and decodes of up to four sequences; what is served is told by rows alone here."""
-    make_llama(tmp_path, **options)
+@pytest.mark.parametrize("name", [name for name in CASES if not name.startswith(("OPT", "GPT", "Gemma"))])
+def test_every_family_takes_either_way(name: str, tmp_path: Path) -> None:
+    """Prompts, and decodes of up to four sequences."""
+    make(tmp_path, *CASES[name])
+    model = load(tmp_path)
     prompts = [[1, 2, 3], [7, 5, 4, 9, 8, 6], [11]]
-    wanted = load(tmp_path).logits(prompts, chunk=1)
-
-    served = 0
-
-    def by_rows(input: torch.Tensor) -> bool:
-        nonlocal served
-        served += input.shape[0] <= few_rows.MAX_ROWS_NARROW
-        return input.shape[0] <= few_rows.MAX_ROWS_NARROW
-
-    monkeypatch.setattr(few_rows, "served", by_rows)
+    wanted = model.logits(prompts, chunk=1)
     for chunk in (1, 2):
-        got = load(tmp_path).logits(prompts, chunk=chunk)
+        with few_rows_served() as served:
+            got = model.logits(prompts, chunk=chunk)
+        assert set(served) >= {2, 3}
         for a, b in zip(got, wanted, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
-    assert served > 0
+
+
+def test_rows_that_do_not_fit_the_kernel(device: torch.device) -> None:
+    """An inner size that is no multiple of 16 bytes."""
+    placement = Placement(torch.float32, device)
+    mlp = GatedMLP(64, 90, activation="silu", bias=True, placement=placement)
+    norm = RMSNorm(64, 1e-5, placement=placement)
+    random_weights(mlp)
+    random_weights(norm)
+    stream = torch.randn(2, 64, device=device)
+    wanted = stream + mlp(norm(stream))
+    mlp.add_to(stream, norm)
+    torch.testing.assert_close(stream, wanted, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", CASES)
+@torch.inference_mode()
+def test_every_family_is_as_near_in_bfloat16(name: str, tmp_path: Path) -> None:
+    make(tmp_path, *CASES[name])
+    prompts = random_prompts((5, 9))
+    exact = load(tmp_path).logits(prompts)
+    model = load(tmp_path, device="cuda", dtype=torch.bfloat16)
+    errors = []
+    for most in (few_rows.MAX_ROWS, 0):
+        with few_rows_served(most):
+            found = model.logits(prompts, chunk=1)
+        pairs = zip(found, exact, strict=True)
+        errors.append(sum(float((a.float().cpu() - b).abs().mean()) for a, b in pairs))
+    ours, torchs = errors
+    assert ours <= 1.5 * torchs + 1e-3
 
 
 def test_the_cpu_keeps_torchs_linear() -> None:

@@ -6,7 +6,10 @@ a sequence's own tokens can show.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import torch
@@ -15,6 +18,7 @@ from torch import Tensor
 from pagedinfer import ops
 from pagedinfer.distributed.group import SINGLE_RANK, Group
 from pagedinfer.distributed.sharding import shard_heads
+from pagedinfer.layers import few_rows
 from pagedinfer.layers.attention import AttentionBatch
 from pagedinfer.models.causal_lm import CausalLM
 from pagedinfer.models.model_config import ModelConfig
@@ -34,6 +38,24 @@ def load(
     model = build_model(config, dtype, torch.device(device), group=group)
     load_weights(model, path, use_tqdm=False)
     return PagedModel(model, config, torch.device(device), dtype, group)
+
+
+@contextmanager
+def few_rows_served(most: int = few_rows.MAX_ROWS_NARROW) -> Iterator[list[int]]:
+    """Up to `most` rows take the layers for few rows whatever the device and dtype, of any width.
+
+    The list gets the number of rows of each input that takes them; with `most` 0 none does.
+    """
+    served: list[int] = []
+
+    def by_rows(input: Tensor) -> bool:
+        if input.shape[0] > most:
+            return False
+        served.append(input.shape[0])
+        return True
+
+    with mock.patch.object(few_rows, "served", by_rows):
+        yield served
 
 
 class PagedModel:
