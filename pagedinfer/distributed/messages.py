@@ -84,8 +84,15 @@ class Hello:
     is_control: bool
 
 
-_Requests = list[tuple[int, int, int, bool, list[int]]]
-"""Slot, start, num_tokens, sample and new_block_ids of each: the ranks know the ids by the slots."""
+@dataclass(slots=True)
+class _Requests:
+    """Of all requests, field by field, which is faster; the ranks know the ids by the slots."""
+
+    slots: list[int]
+    starts: list[int]
+    nums_tokens: list[int]
+    samples: list[bool]
+    new_block_ids: dict[int, list[int]]  # by position; few requests of a step have any
 
 
 @dataclass(slots=True)
@@ -138,18 +145,28 @@ _decode_result = msgspec.msgpack.Decoder(_Result).decode
 
 
 def encode_batch(batch: Batch) -> bytes:
-    """A step. Some 10 bytes for each request that goes on."""
+    """A step. Some 7 bytes for each request that goes on."""
     return _encoder.encode(
         _Batch(
             batch.step,
             batch.released_slots,
             batch.admitted,
-            [(r.slot, r.start, r.num_tokens, r.sample, r.new_block_ids) for r in batch.requests],
+            _pack_requests(batch.requests),
             batch.swaps_out,
             batch.swaps_in,
             batch.copies,
             batch.shared_prefixes,
         )
+    )
+
+
+def _pack_requests(requests: list[ScheduledRequest]) -> _Requests:
+    return _Requests(
+        [request.slot for request in requests],
+        [request.start for request in requests],
+        [request.num_tokens for request in requests],
+        [request.sample for request in requests],
+        {i: request.new_block_ids for i, request in enumerate(requests) if request.new_block_ids},
     )
 
 
@@ -165,10 +182,21 @@ class BatchDecoder:
         names = self._names
         for admitted in sent.admitted:
             names[admitted.slot] = admitted.request_id
-        requests = [
-            ScheduledRequest(names[slot], slot, start, num_tokens, sample, new_block_ids)
-            for slot, start, num_tokens, sample, new_block_ids in sent.requests
-        ]
+        columns = sent.requests
+        new_block_ids: list[list[int]] = [[] for _ in columns.slots]
+        for position, block_ids in columns.new_block_ids.items():
+            new_block_ids[position] = block_ids
+        requests = list(
+            map(
+                ScheduledRequest,
+                map(names.__getitem__, columns.slots),
+                columns.slots,
+                columns.starts,
+                columns.nums_tokens,
+                columns.samples,
+                new_block_ids,
+            )
+        )
         return Batch(
             sent.step,
             sent.released_slots,

@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
+import msgspec
+
 from pagedinfer.sampling_params import SamplingParams  # at run time, too: what decodes a Batch needs it
 
 if TYPE_CHECKING:
@@ -31,8 +33,7 @@ class AdmittedRequest:
     bad_word_ids: tuple[tuple[int, ...], ...] = ()  # sequences of tokens that must not be completed
 
 
-@dataclass(slots=True)
-class ScheduledRequest:
+class ScheduledRequest(msgspec.Struct):  # made in half the time of a dataclass, for each request of each step
     """The tokens of one running request that a step computes."""
 
     request_id: str

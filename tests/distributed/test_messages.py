@@ -67,8 +67,9 @@ FULL = Batch(
 
 
 def test_no_field_of_a_batch_is_lost() -> None:
-    for whole in (FULL, ADMITTED, FULL.requests[0]):
+    for whole in (FULL, ADMITTED):
         assert all(getattr(whole, field.name) for field in fields(whole)), "the test must fill every field"
+    assert all(msgspec.structs.astuple(FULL.requests[0])), "the test must fill every field"
     assert BatchDecoder().decode(encode_batch(FULL)) == FULL
 
 
@@ -77,6 +78,17 @@ def test_a_request_keeps_its_name_until_another_has_its_slot() -> None:
     decoder.decode(encode_batch(FULL))
     later = Batch(4, requests=[ScheduledRequest("é", 4, 4, 1, False, [])])
     assert decoder.decode(encode_batch(later)) == later
+
+
+def test_new_blocks_stay_with_their_requests() -> None:
+    decoder = BatchDecoder()
+    requests = [
+        ScheduledRequest("é", 4, 16, 8, False, [7, 8]),
+        ScheduledRequest("é", 4, 24, 1, True, []),
+        ScheduledRequest("é", 4, 25, 3, False, [9]),
+    ]
+    batch = Batch(3, admitted=[ADMITTED], requests=requests)
+    assert decoder.decode(encode_batch(batch)) == batch
 
 
 def test_a_decode_takes_few_bytes() -> None:
