@@ -234,6 +234,7 @@ class LLM:
             ValueError: a malformed prompt or parameter; nothing has run then.
             KeyboardInterrupt: on Ctrl-C, after the step under way; the call's requests are dropped and the
                 LLM can be used again.
+            Exception: what a step raised, as a logits processor may; likewise.
         """
         engine = self.llm_engine
         processed = engine.input_processor.process_all(prompts)

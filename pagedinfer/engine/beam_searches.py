@@ -103,8 +103,17 @@ class BeamSearches:
         for beam in beams:
             del self._by_beam[beam]
 
-    def clear(self) -> None:
-        """Forgets all searches."""
+    def drop(self, beams: Iterable[str]) -> list[str]:
+        """Ends the searches that have one of these beams; returns their ids. No output tells of them."""
+        dropped = {search.request_id: search for beam in beams if (search := self._by_beam.get(beam))}
+        for request_id in dropped:
+            self.abort(request_id)
+        return list(dropped)
+
+    def clear(self) -> list[str]:
+        """Forgets all searches; returns their ids."""
+        forgotten = [*self._active, *(search.request_id for search in self._waiting)]
         self._waiting.clear()
         self._active.clear()
         self._by_beam.clear()
+        return forgotten

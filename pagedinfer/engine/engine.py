@@ -104,6 +104,8 @@ class LLMEngine:
             repetition_penalty=self.default_sampling_params.repetition_penalty,
         )
         self.advisor.warn_at_start()
+        self.failed_request_ids: list[str] = []
+        """Of the requests that the last failed step has ended; no output tells of them."""
         self._num_requests = 0
         self._closed = False
 
@@ -219,19 +221,32 @@ class LLMEngine:
         With async_scheduling the next step has been launched before this one's results are taken in, and so
         before it is known which requests they end: what it draws for those is dropped.
 
-        If it fails, all requests are dropped, and the engine can be used again.
+        If it fails, the requests in it are dropped, `failed_request_ids` names them, and the engine can be
+        used again: other requests, those of a step that was launched after it among them, are computed again
+        from the tokens that they have, and get the same ones as ever.
         """
         self.check_open()
         try:
-            while len(self._launched) < self._most_launched() and self._launch_step():
+            while self._may_launch() and self._launch_step():
                 pass
-            return self._finish_step() if self._launched else []
+        except BaseException:  # of the scheduler: it is not known any more what is whose
+            self._drop_all()
+            raise
+        if not self._launched:
+            return []
+        batch = self._launched.oldest
+        try:
+            return self._finish_step()
+        except Exception:
+            self._drop_requests_of(batch)
+            raise
         except BaseException:
             self._drop_all()
             raise
 
-    def _most_launched(self) -> int:
-        return 1 if self.scheduler.needs_known_tokens else self._max_launched
+    def _may_launch(self) -> bool:
+        most = 1 if self.scheduler.needs_known_tokens else self._max_launched
+        return len(self._launched) < most and not self._launched.has_failed
 
     def _launch_step(self) -> bool:
         """Schedules a step and has the device begin it; False if there is nothing that can run now."""
@@ -239,7 +254,12 @@ class LLMEngine:
         if batch.is_empty():
             return False
         self._outputs.note_scheduled(self._beam_searches.note_scheduled(batch.admitted))
-        self._launched.append(batch, self.worker.execute(batch))
+        try:
+            handle = self.worker.execute(batch)
+        except Exception as error:
+            self._launched.append_failed(batch, error)
+        else:
+            self._launched.append(batch, handle)
         return True
 
     def _finish_step(self) -> list[RequestOutput]:
@@ -252,11 +272,22 @@ class LLMEngine:
         updates, found = self._beam_searches.process(updates)
         return self._outputs.process(updates, self.scheduler) + found
 
+    def _drop_requests_of(self, batch: Batch) -> None:
+        """The way back after this step has failed; see `step`."""
+        if not batch.requests:  # a step of copies alone: who needed them is not known
+            self._drop_all()
+            return
+        self._launched.clear()
+        failed = [request.request_id for request in batch.requests]
+        self.scheduler.recover(failed)
+        self.failed_request_ids = self._outputs.drop(failed, self.scheduler) + self._beam_searches.drop(
+            failed
+        )
+
     def _drop_all(self) -> None:
         self._launched.clear()
         self.scheduler.abort_all()
-        self._outputs.clear()
-        self._beam_searches.clear()
+        self.failed_request_ids = self._outputs.clear() + self._beam_searches.clear()
 
     def _observe_costs(self, batch: Batch, seconds: float) -> None:
         """Tells the scheduler what prefilling and swapping take, from which it chooses between them."""

@@ -17,6 +17,21 @@ class _LaunchedStep:
     aborted: list[str] = field(default_factory=list)  # request ids, since the launch
 
 
+class _FailedLaunch:
+    """In place of the handle of a step whose launch has raised: its result raises the same."""
+
+    def __init__(self, error: Exception) -> None:
+        self._error: Exception | None = error
+
+    def result(self) -> StepOutput:
+        error, self._error = self._error, None
+        assert error is not None
+        try:
+            raise error
+        finally:
+            del error  # it refers to this frame, and to all that the step had on the device
+
+
 class LaunchedSteps:
     """A queue of steps, the oldest first; the device computes them in this order."""
 
@@ -30,6 +45,23 @@ class LaunchedSteps:
     def append(self, batch: Batch, handle: StepHandle) -> None:
         """A step has just been launched."""
         self._steps.append(_LaunchedStep(batch, handle, time.perf_counter()))
+
+    def append_failed(self, batch: Batch, error: Exception) -> None:
+        """The launch of a step has raised, which is the business of those who look at its result.
+
+        The steps before it come first, and there must be none behind it.
+        """
+        self.append(batch, _FailedLaunch(error))
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the newest one could not be launched."""
+        return bool(self._steps) and isinstance(self._steps[-1].handle, _FailedLaunch)
+
+    @property
+    def oldest(self) -> Batch:
+        """The batch of the step whose result comes next."""
+        return self._steps[0].batch
 
     def note_abort(self, request_id: str) -> None:
         """What the steps say of this request is nobody's any more, not even a later one's of its name."""

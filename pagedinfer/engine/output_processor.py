@@ -143,11 +143,10 @@ class OutputProcessor:
                 del self._choices[update.request_id]
             state.news.append(choice)
             touched[state.request_id] = state
-        outputs = []
+        outputs = [
+            output for output in (state.output(now) for state in touched.values()) if output is not None
+        ]
         for request_id, state in touched.items():
-            output = state.output(now)
-            if output is not None:
-                outputs.append(output)
             if state.num_unfinished == 0:
                 del self._states[request_id]
         return outputs
@@ -181,7 +180,27 @@ class OutputProcessor:
             del self._states[request_id]
         return state.num_unfinished == 0
 
-    def clear(self) -> None:
-        """Forgets all requests."""
+    def drop(self, ids: Iterable[str], scheduler: Scheduler) -> list[str]:
+        """Ends the requests that have one of these scheduler's ids, with all their choices.
+
+        Returns:
+            Their own ids. No output tells of them.
+        """
+        lost = set(ids)
+        dropped = [
+            request_id
+            for request_id, state in self._states.items()
+            if any(choice.request.request_id in lost for choice in state.choices)
+        ]
+        for request_id in dropped:
+            for choice in self._states.pop(request_id).choices:
+                self._choices.pop(choice.request.request_id, None)
+                scheduler.abort_request(choice.request.request_id)
+        return dropped
+
+    def clear(self) -> list[str]:
+        """Forgets all requests; returns their ids."""
+        forgotten = list(self._states)
         self._states.clear()
         self._choices.clear()
+        return forgotten

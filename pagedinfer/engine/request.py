@@ -187,6 +187,15 @@ class Request:
         """Whether a step in flight has yet to say which token it drew."""
         return self.num_tokens > len(self.token_ids)
 
+    def lose_kv(self) -> None:
+        """Leaves nothing but its known tokens: it holds no slot and no blocks, and waits."""
+        self.num_preemptions += self.slot >= 0
+        self.slot = -1
+        self.block_ids, self.cpu_block_ids = [], []
+        self.capacity = self.num_shared_blocks = self.num_computed_tokens = 0
+        self.num_tokens = len(self.token_ids)
+        self.status = RequestStatus.WAITING
+
     def take_unreported(self) -> tuple[list[int], list[float]]:
         """The tokens that no update has told of, and their log-probabilities."""
         logprobs, self.unreported_logprobs = self.unreported_logprobs, []

@@ -15,6 +15,8 @@ its place in the order, ahead of all that never ran.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from pagedinfer.engine.admission import AdmissionControl
 from pagedinfer.engine.batch import Batch, StepOutput
 from pagedinfer.engine.decisions import Preempted, Refusal, WaitingReason
@@ -159,20 +161,45 @@ class Scheduler:
         self.admission.observe_end(request, complete=complete)
 
     def abort_all(self) -> list[Request]:
-        """Ends every request and starts afresh: the way back after a step that failed, wherever it did.
+        """Ends every request and starts afresh, as `recover` does. Returns them."""
+        return self._start_afresh(set(self.requests), RequestStatus.FINISHED_ABORTED)
 
-        Nothing that was known is trusted any more: a step that did not run leaves blocks that count as
-        computed, and slots that the runner was not told of. The next batch therefore releases all slots.
+    def recover(self, request_ids: Iterable[str]) -> list[Request]:
+        """The way back after a step that failed, wherever it did: ends these requests, which were in it.
+
+        The others wait again, in their order, to be computed from the tokens that are known of them. Nothing
+        else that was known is trusted any more: a step that did not run leaves blocks that count as computed,
+        and slots that the runner was not told of. The next batch therefore releases all slots, and steps
+        that were scheduled before must not be updated.
+
+        Returns:
+            Those that it ended: ids of requests that have finished already are ignored.
         """
-        aborted = list(self.requests.values())
-        for request in aborted:
-            request.status = RequestStatus.FINISHED_ABORTED
-            request.finished = True
-            request.block_ids, request.cpu_block_ids, request.slot = [], [], -1
-        self.counters.num_finished["abort"] += len(aborted)
+        return self._start_afresh(set(request_ids), RequestStatus.FINISHED_ERROR)
+
+    def _start_afresh(self, ending: set[str], status: RequestStatus) -> list[Request]:
+        """Ends the requests of these ids, and forgets all but the tokens of the others."""
+        requests = list(self.requests.values())
         self._clear()
         self.running.release_all_slots()
-        return aborted
+        ended = []
+        for request in requests:
+            self.counters.num_preemptions_recompute += request.slot >= 0
+            request.lose_kv()
+            if request.request_id in ending:
+                request.status, request.finished = status, True
+                ended.append(request)
+        self.counters.num_finished[status.finish_reason or ""] += len(ended)
+        for request in requests:
+            if request.finished:
+                continue
+            self.requests[request.request_id] = request
+            parent, request.fork_parent = request.fork_parent, None
+            if parent is None or parent.finished:
+                self.waiting.add(request)
+            else:
+                self.forks.add(parent, request)
+        return ended
 
     def has_unfinished_requests(self) -> bool:
         return bool(self.requests)

@@ -65,6 +65,8 @@ class Engine(Protocol):
     def counters(self) -> SchedulerCounters: ...
     def limits(self) -> wire.EngineLimits: ...
     def check_device(self) -> None: ...
+    @property
+    def failed_request_ids(self) -> list[str]: ...
 
 
 class EngineLoop:
@@ -78,7 +80,6 @@ class EngineLoop:
         self._socket = socket
         self._decoder = msgspec.msgpack.Decoder(wire.ToEngine)
         self._encoder = msgspec.msgpack.Encoder()
-        self._unfinished: set[int] = set()
         self._step_seconds = 0.0
         self._stats_sent_at = 0.0
         self._stats_sent_idle = False
@@ -120,11 +121,9 @@ class EngineLoop:
         elif isinstance(message, wire.AbortRequests):
             for number in message.numbers:
                 self._engine.abort_request(str(number))
-                self._unfinished.discard(number)
             self._stats_sent_idle = False
         elif isinstance(message, wire.StopChoice):
-            if self._engine.stop_choice(str(message.number), message.index):
-                self._unfinished.discard(message.number)
+            self._engine.stop_choice(str(message.number), message.index)
             self._stats_sent_idle = False
         elif isinstance(message, wire.ResetPrefixCache):
             self._engine.reset_prefix_cache()
@@ -141,8 +140,6 @@ class EngineLoop:
         except Exception as error:
             logger.exception("a request could not be added")
             self._fail([message.number], "internal", error)
-        else:
-            self._unfinished.add(message.number)
 
     def _fail(self, numbers: list[int], kind: str, error: Exception) -> None:
         message = str(error) or type(error).__name__
@@ -153,9 +150,9 @@ class EngineLoop:
         try:
             outputs = self._engine.step()
         except Exception as error:
-            logger.exception("a step failed; its requests are lost: %d", len(self._unfinished))
-            self._fail(sorted(self._unfinished), "internal", error)
-            self._unfinished.clear()
+            lost = [int(request_id) for request_id in self._engine.failed_request_ids]
+            logger.exception("a step failed; the requests in it are lost: %d", len(lost))
+            self._fail(lost, "internal", error)
             self._engine.check_device()
             return
         self._step_seconds += time.perf_counter() - started
@@ -174,9 +171,6 @@ class EngineLoop:
         if not outputs and not num_step_tokens and stats is None:
             return
         deltas = [_request_delta(output) for output in outputs]
-        for delta in deltas:
-            if delta.finished:
-                self._unfinished.discard(delta.number)
         self._send(wire.Outputs(deltas, num_step_tokens, stats))
 
     def _stats(self) -> wire.EngineStats:
@@ -275,6 +269,10 @@ class LocalEngine:
 
     def counters(self) -> SchedulerCounters:
         return self._engine.scheduler.counters
+
+    @property
+    def failed_request_ids(self) -> list[str]:
+        return self._engine.failed_request_ids
 
     def limits(self) -> wire.EngineLimits:
         engine, worker = self._engine, self._engine.worker

@@ -83,7 +83,7 @@ def _take(trace: Trace, event: dict[str, Any]) -> None:
         trace.ended.setdefault(ended.request_id, []).append(ended)
     elif name == "refused":
         trace.refused.append((seconds, args["request"], args["message"]))
-    elif name in ("reset_prefix_cache", "abort_all"):
+    elif name in ("reset_prefix_cache", "abort_all", "recover"):
         trace.calls.append((args["op"], name))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import time
+from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any, cast
@@ -93,14 +94,16 @@ class TracingScheduler(Scheduler):
 
     def abort_all(self) -> list[Request]:
         aborted = super().abort_all()
-        op = self._next_op()
-        for request in aborted:
-            self._note_ended(request, op, outside=True)
-        for started, record in self._open_steps.values():
-            self._write_without_result(started, record)
-        self._open_steps.clear()
-        self._write("i", "abort_all", args={"op": op})
+        self._note_fresh_start("abort_all", aborted)
         return aborted
+
+    def recover(self, request_ids: Iterable[str]) -> list[Request]:
+        ended = super().recover(request_ids)
+        self._note_fresh_start("recover", ended)
+        self._show(
+            (r for r in self.requests.values() if self._states[r.request_id][0] != "waiting"), "waiting"
+        )
+        return ended
 
     def schedule(self) -> Batch:
         if not self.requests:
@@ -216,6 +219,16 @@ class TracingScheduler(Scheduler):
         if outside:
             args["outside"] = True
         self._write("e", self._states.pop(name)[0], id=name, args=args)
+
+    def _note_fresh_start(self, name: str, ended: list[Request]) -> None:
+        """A call of this name has ended these requests, and the steps under way come to nothing."""
+        op = self._next_op()
+        for request in ended:
+            self._note_ended(request, op, outside=True)
+        for started, record in self._open_steps.values():
+            self._write_without_result(started, record)
+        self._open_steps.clear()
+        self._write("i", name, args={"op": op})
 
     def _write_refused(self, request: Request, error: Exception) -> None:
         self._write("i", "refused", args={"request": request.request_id, "message": str(error)})

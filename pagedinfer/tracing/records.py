@@ -10,7 +10,7 @@ and ran, and counters. What replay and explain need stands in the events' `args`
 - `step`: a `StepRecord`.
 - the end of a request's last slice: an `Ended`.
 - `refused`: a request that could never fit, with the message.
-- `reset_prefix_cache`, `abort_all`: calls of that name.
+- `reset_prefix_cache`, `abort_all`, `recover`: calls of that name.
 
 Every call of the scheduler that matters has a number, `op`, in the order of the calls: a step has one for
 its scheduling and one for its update, between which others may lie. No token is written: blocks of the

@@ -70,7 +70,7 @@ class _Replay:
                     name, status = ended.request_id, _STATUS[ended.reason]
                     yield ended.op, lambda n=name, s=status: self._finish(n, s)  # type: ignore[misc]
         for op, name in self._trace.calls:
-            yield op, getattr(self, f"_{name}")
+            yield op, lambda op=op, name=name: self._call(op, name)  # type: ignore[misc]
         for step in self._trace.steps:
             yield step.ops[0], lambda step=step: self._schedule(step)  # type: ignore[misc]
             if step.ops[1] != step.ops[0]:
@@ -87,12 +87,16 @@ class _Replay:
     def _finish(self, request_id: str, status: RequestStatus) -> None:
         self._scheduler.finish_request(request_id, status)
 
-    def _reset_prefix_cache(self) -> None:
-        self._scheduler.reset_prefix_cache()
-
-    def _abort_all(self) -> None:
+    def _call(self, op: int, name: str) -> None:
+        if name == "reset_prefix_cache":
+            self._scheduler.reset_prefix_cache()
+            return
         self._batches.clear()
-        self._scheduler.abort_all()
+        if name == "abort_all":
+            self._scheduler.abort_all()
+        else:
+            ended = [each for ends in self._trace.ended.values() for each in ends]
+            self._scheduler.recover(each.request_id for each in ended if each.op == op)
 
     def _schedule(self, record: StepRecord) -> ReplayedStep:
         scheduler = self._scheduler

@@ -135,6 +135,28 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.scheduler.abort_all()
             self.in_flight.clear()
 
+    @rule(launched=st.booleans(), really=st.sampled_from([False] * 3 + [True]))
+    def step_fails(self, launched: bool, really: bool) -> None:
+        """The oldest step under way gives no result; or a new one cannot be launched, behind the others."""
+        if not really:
+            return
+        if launched and self.in_flight:
+            failed, _ = self.in_flight.pop(0)
+        else:
+            failed = self.scheduler.schedule()
+            for earlier in self.in_flight:
+                self.rig.apply(self.scheduler.update(*earlier))
+        self.in_flight.clear()
+        if failed.requests:
+            before = {name: request.token_ids.copy() for name, request in self.scheduler.requests.items()}
+            ids = {work.request_id for work in failed.requests}
+            ended = self.scheduler.recover(ids)
+            assert {request.request_id for request in ended} == ids & set(before)
+            kept = {name: request.token_ids for name, request in self.scheduler.requests.items()}
+            assert kept == {name: tokens for name, tokens in before.items() if name not in ids}
+        else:
+            self.scheduler.abort_all()
+
     @rule(times=st.integers(1, 3))
     def steps(self, times: int) -> None:
         self.step(times)
@@ -229,10 +251,11 @@ TestSchedulerMachine = SchedulerMachine.TestCase
 def test_random_traces(first: int) -> None:
     """The same machine on evenly drawn, longer traces in tight pools: hypothesis prefers short and easy."""
     for seed in range(first, first + 25):
-        run_trace(random.Random(seed))
+        run_trace(random.Random(seed), failures=seed % 2 * 2)
 
 
-def run_trace(draw: random.Random) -> None:
+def run_trace(draw: random.Random, failures: float = 0.0) -> None:
+    """`failures`: how many of about a hundred calls are steps that fail."""
     machine = SchedulerMachine()
     limits = {
         "max_num_seqs": draw.choice([1, 2, 3, 5, 8]),
@@ -248,12 +271,12 @@ def run_trace(draw: random.Random) -> None:
     spare, overlap, swap_in_steps = draw.choice([0, 0, 1, 3, 8]), draw.randint(0, 2), draw.randint(0, 3)
     machine.start(limits=limits, spare=spare, overlap=overlap, swap_in_steps=swap_in_steps)
     for _ in range(draw.randint(10, 120)):
-        random_call(machine, draw)
+        random_call(machine, draw, failures)
         machine.consistent()
     machine.teardown()
 
 
-def random_call(machine: SchedulerMachine, draw: random.Random) -> None:
+def random_call(machine: SchedulerMachine, draw: random.Random, failures: float) -> None:
     which = draw.randint(0, 100)
     (call,) = draw.choices(
         [
@@ -273,7 +296,8 @@ def random_call(machine: SchedulerMachine, draw: random.Random) -> None:
             lambda: machine.fails_to_sample(which, True),
             lambda: machine.reset_prefix_cache(True),
             lambda: machine.abort_all(True),
+            lambda: machine.step_fails(which % 2 == 0, True),
         ],
-        [25, 52, 8, 7, 4, 2, 1, 1, 0.2],
+        [25, 52, 8, 7, 4, 2, 1, 1, 0.2, failures],
     )
     call()

@@ -17,6 +17,9 @@ pytest.importorskip("zmq")
 SCRIPTED_ENGINE = (sys.executable, str(Path(__file__).parent / "scripted_engine.py"))
 """The command of an engine that gives each prompt back; see there."""
 
+FAILING_ENGINE = (sys.executable, str(Path(__file__).parent / "failing_engine.py"))
+"""The command of an engine with a model whose steps may fail; see there."""
+
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"

@@ -121,15 +121,23 @@ class ServerThread(Client):
     """A server in a thread of this process, with its engine in another; quicker to start than a process."""
 
     def __init__(
-        self, model: str, *, scripted: bool = False, settings: dict[str, Any] | None = None, **options: Any
+        self,
+        model: str,
+        *,
+        scripted: bool = False,
+        failing: bool = False,
+        settings: dict[str, Any] | None = None,
+        **options: Any,
     ) -> None:
         from pagedinfer import EngineConfig
         from pagedinfer.server import run
         from pagedinfer.server.settings import ServerSettings
-        from tests.server.conftest import SCRIPTED_ENGINE
+        from tests.server.conftest import FAILING_ENGINE, SCRIPTED_ENGINE
 
         config = EngineConfig(model=model, **(options if scripted else TINY_OPTIONS | options))
         more: Any = {"engine_command": SCRIPTED_ENGINE} if scripted else {}
+        if failing:
+            more["engine_command"] = FAILING_ENGINE
         self.server = run.make_server(config, ServerSettings(**settings or {}), **more)
         self._socket = socket.create_server(("127.0.0.1", 0), backlog=1024)
         self.port = self._socket.getsockname()[1]

@@ -41,6 +41,7 @@ class ScriptedEngine:
         self.requests: dict[str, ScriptedRequest] = {}
         self.statistics = SchedulerCounters()
         self.broken = False
+        self.failed_request_ids: list[str] = []
         self.next_step_at = 0.0
         model = json.loads((Path(config["model"]) / "config.json").read_text())
         self.eos, self.vocab_size = model["eos_token_id"], model["vocab_size"]
@@ -114,7 +115,9 @@ class ScriptedEngine:
     def trouble(self, request: ScriptedRequest) -> None:
         if request.trouble in ("fail", "break") and request.num_tokens == request.value:
             self.broken = request.trouble == "break"
-            self.requests.clear()
+            self.failed_request_ids = list(self.requests)[: self.max_num_seqs]
+            for request_id in self.failed_request_ids:
+                del self.requests[request_id]
             raise RuntimeError("an error in the middle of a step")
         if request.trouble == "die" and request.num_tokens == request.value:
             os._exit(9)

@@ -232,6 +232,26 @@ def test_an_error_in_a_step_fails_its_requests_and_the_engine_lives_on(model: st
     asyncio.run(run())
 
 
+def test_an_error_in_a_step_leaves_those_that_wait_alone(model: str) -> None:
+    async def run() -> None:
+        async with scripted(model, max_num_seqs=2) as engine:
+            prompts = [salted("abc", "slow:0.01"), salted("abc", "fail:3"), "abcd", "efg"]
+            results = await asyncio.gather(
+                *(collect(engine, prompt, SamplingParams(max_tokens=8)) for prompt in prompts),
+                return_exceptions=True,
+            )
+            assert [isinstance(result, RequestFailedError) for result in results] == [
+                True,
+                True,
+                False,
+                False,
+            ]
+            texts = [result[-1].outputs[0].text for result in results[2:]]  # type: ignore[index]
+            assert texts == ["abcdabcd", "efgefgef"]
+
+    asyncio.run(run())
+
+
 @pytest.mark.parametrize("salt", ["break", "die:2"])
 def test_a_dead_engine_fails_everything_at_once(model: str, salt: str) -> None:
     """vllm#39863."""

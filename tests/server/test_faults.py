@@ -109,6 +109,29 @@ def test_an_error_in_a_step(server: ServerThread) -> None:
     assert server.text("abc", max_tokens=3) == "abc"
 
 
+@pytest.mark.parametrize("overlap", [False, True], ids=["one by one", "overlapped"])
+def test_an_error_in_a_step_of_a_model_leaves_others_alone(model: str, overlap: bool) -> None:
+    """Two slots: the request beside it is lost too, those behind it get what they would have got."""
+    fields = {"max_tokens": 40, "ignore_eos": True}
+    with ServerThread(model, failing=True, max_num_seqs=2, async_scheduling=overlap) as server:
+        alone = [server.text("the fox", seed=seed, **fields) for seed in range(4)]
+        long = {"prompt": "a", "max_tokens": 500, "ignore_eos": True}
+        with ThreadPoolExecutor(6) as pool:
+            failing = pool.submit(server.stream, "/v1/completions", long | {"seed": 666})
+            beside = pool.submit(server.complete, **long)
+            wait_until(lambda: in_flight(server)[0] == 2)
+            others = [pool.submit(server.text, "the fox", seed=seed, **fields) for seed in range(4)]
+            *chunks, last = failing.result(20)
+            assert all(chunk["choices"][0]["finish_reason"] is None for chunk in chunks)
+            assert "a step that fails" in last["error"]["message"]
+            assert beside.result(20).status == 500
+            assert beside.result().error["code"] == "engine_error"
+            assert [other.result(20) for other in others] == alone
+        assert server.get("/health").status == 200
+        assert server.metric("pagedinfer_request_success_total", finished_reason="error") == 2
+        wait_until(lambda: server.metric("pagedinfer_kv_cache_usage_perc") == 0)
+
+
 # ---- processes -------------------------------------------------------------------------------------
 
 
@@ -267,7 +290,7 @@ def test_a_port_that_is_taken(model: str, capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_kill_9_of_the_server_leaves_nothing_behind(model: str) -> None:
-    """vllm#55510. scripts/kill_trials.py does this at fifty random moments."""
+    """vllm#55510. tests.server.trials.kill does this at fifty random moments."""
     with Server(model, scripted=True) as server:
         engine = server.engine_pid()
         folders = set(Path(tempfile.gettempdir()).glob("pagedinfer-*"))

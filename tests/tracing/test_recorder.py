@@ -15,6 +15,7 @@ from pagedinfer.errors import RequestTooLargeError
 from pagedinfer.tracing.content_ids import ContentIds, expand
 from pagedinfer.tracing.reader import read_trace
 from pagedinfer.tracing.recorder import TracingScheduler
+from pagedinfer.tracing.replay import replay
 from tests.engine import rig as rig_module
 from tests.engine.rig import Rig, prompt_of
 
@@ -102,6 +103,24 @@ def test_refusals_and_calls(rig: Rig, path: Path) -> None:
     assert [(name, "max_model_len" in message) for _, name, message in trace.refused] == [("long", True)]
     assert [name for _, name in trace.calls] == ["reset_prefix_cache", "abort_all"]
     assert trace.ended["a"][0].reason == "abort"
+
+
+def test_a_step_that_fails(rig: Rig, path: Path) -> None:
+    for name in "abc":
+        rig.add(name, prompt_of(8), max_tokens=4)
+    rig.step()
+    rig.scheduler.schedule()
+    rig.scheduler.recover(["a", "long gone"])
+    rig.run()
+    rig.scheduler.close()  # type: ignore[attr-defined]
+    trace = read_trace(path)
+    assert [name for _, name in trace.calls] == ["recover"]
+    assert [(trace.ended[name][0].reason, trace.ended[name][0].outside) for name in "abc"] == [
+        ("error", True),
+        ("length", False),
+        ("length", False),
+    ]
+    assert all(step.same for step in replay(trace))
 
 
 @pytest.mark.parametrize("compressed", [False, True])

@@ -41,7 +41,7 @@ def test_whatever_happened_happens_again(first: int, tmp_path: Path, monkeypatch
 
     monkeypatch.setattr(rig_module, "Scheduler", make)
     for seed in range(first, first + 8):
-        run_trace(random.Random(seed))
+        run_trace(random.Random(seed), failures=seed % 8 // 4)
         traced[-1].close()
         assert different_steps(path) == []
 
