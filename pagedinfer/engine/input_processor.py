@@ -134,7 +134,10 @@ class InputProcessor:
             raise ValueError(f"a prompt's token ids must be a list, got {_short(token_ids)}")
         if not token_ids:
             raise ValueError("the prompt is empty: it must have at least one token")
-        wrong = [x for x in token_ids if type(x) is bool or not isinstance(x, Integral)]
+        plain = set(map(type, token_ids)) == {int}  # as mostly, and then nothing is done one by one
+        wrong = []
+        if not plain:
+            wrong = [x for x in token_ids if type(x) is bool or not isinstance(x, Integral)]
         if not wrong and (min(token_ids) < 0 or max(token_ids) >= self._vocab_size):
             wrong = [x for x in token_ids if not 0 <= x < self._vocab_size]
         if wrong:
@@ -142,7 +145,7 @@ class InputProcessor:
                 f"a prompt's token ids must be integers in [0, {self._vocab_size}), the vocabulary, got "
                 f"{_short(wrong[0])}"
             )
-        return [int(x) for x in token_ids]
+        return list(token_ids) if plain else list(map(int, token_ids))
 
 
 def check_unicode(name: str, text: str) -> None:
