@@ -119,7 +119,7 @@ def test_waits_for_its_stream_and_for_nobody_else(num_blocks: int) -> None:
     torch.cuda.synchronize()
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
-        torch.cuda._sleep(200_000_000)  # cycles: about 0.1 s
+        torch.cuda._sleep(1_000_000_000)  # cycles: 0.5 s, more than a busy host takes to load a kernel
         on_device += 7
         ops.swap_blocks(on_device, on_host, mapping)
     assert not stream.query()
