@@ -49,19 +49,29 @@ class FailingWorker:
         return FailingHandle(handle)
 
 
-def make_engine(model: str, overlap: bool, **changes: Any) -> LLMEngine:
-    options = {"device": "cpu", "num_gpu_blocks_override": 64, "max_num_seqs": 2, "swap_space": 0.01}
-    return LLMEngine(EngineConfig(model=model, async_scheduling=overlap, **options | changes))
+OPTIONS: dict[str, Any] = {"num_gpu_blocks_override": 64, "max_num_seqs": 2, "swap_space": 0.01}
+OVERLAPPED: dict[str, Any] = {"device": "cpu", "async_scheduling": True}
 
 
-@pytest.fixture(params=[False, True], ids=["one by one", "overlapped"])
-def overlap(request: pytest.FixtureRequest) -> bool:
-    return bool(request.param)
+def make_engine(model: str, how: dict[str, Any], **changes: Any) -> LLMEngine:
+    return LLMEngine(EngineConfig(model=model, dtype="float32", **OPTIONS | how | changes))
+
+
+@pytest.fixture(
+    params=[
+        pytest.param({"device": "cpu", "async_scheduling": False}, id="one by one"),
+        pytest.param(OVERLAPPED, id="overlapped"),
+        pytest.param({"device": "cuda", "async_scheduling": True}, id="on a GPU", marks=pytest.mark.gpu),
+    ]
+)
+def how(request: pytest.FixtureRequest) -> dict[str, Any]:
+    options: dict[str, Any] = request.param
+    return options
 
 
 @pytest.fixture
-def engine(tiny_llama: TinyModel, overlap: bool) -> Iterator[LLMEngine]:
-    engine = make_engine(tiny_llama.path, overlap)
+def engine(tiny_llama: TinyModel, how: dict[str, Any]) -> Iterator[LLMEngine]:
+    engine = make_engine(tiny_llama.path, how)
     yield engine
     assert engine.scheduler.kv.num_free == 64
     engine.close()
@@ -70,7 +80,7 @@ def engine(tiny_llama: TinyModel, overlap: bool) -> Iterator[LLMEngine]:
 @pytest.fixture(scope="module")
 def solo(tiny_llama: TinyModel) -> dict[str, list[int]]:
     """What each prompt gets when nothing fails."""
-    engine = make_engine(tiny_llama.path, False)
+    engine = make_engine(tiny_llama.path, OVERLAPPED)
     for name, prompt in PROMPTS.items():
         engine.add_request(name, prompt, SAMPLED)
     ends = run(engine)[0]
@@ -133,7 +143,7 @@ def test_whoever_ends_in_the_step_before_has_its_output(
     tiny_llama: TinyModel, solo: dict[str, list[int]], place: str
 ) -> None:
     """Overlapped, "a" gets its last token in step 8, while step 9 is launched with "b" and "c" in it."""
-    engine = make_engine(tiny_llama.path, True)
+    engine = make_engine(tiny_llama.path, OVERLAPPED)
     FailingWorker(engine, place, lambda batch: "c" in [each.request_id for each in batch.admitted])
     for name in "abcd":
         params = SamplingParams(**{"temperature": 1.0, "seed": 5, "ignore_eos": True}, max_tokens=8)
@@ -151,7 +161,7 @@ def test_a_step_launched_after_the_failed_one_is_run_again(
     tiny_llama: TinyModel, solo: dict[str, list[int]]
 ) -> None:
     """It was launched before the other's result was known, and "b" is in it alone: "b" loses nothing."""
-    engine = make_engine(tiny_llama.path, True)
+    engine = make_engine(tiny_llama.path, OVERLAPPED)
     worker = FailingWorker(
         engine, "result", lambda batch: len(batch.requests) == 1 and worker.num_failed == 0
     )
@@ -178,13 +188,13 @@ def test_a_step_launched_after_the_failed_one_is_run_again(
 @pytest.mark.parametrize("mode", ["swap", "recompute"])
 @pytest.mark.parametrize("kind", list(RequestOutputKind))
 def test_a_preempted_request_goes_on_where_it_was(
-    tiny_llama: TinyModel, overlap: bool, mode: str, kind: RequestOutputKind
+    tiny_llama: TinyModel, how: dict[str, Any], mode: str, kind: RequestOutputKind
 ) -> None:
     """Its tokens are those of before and after the failure, none twice, whatever was shown by then."""
     params = SamplingParams(temperature=1.0, seed=5, max_tokens=40, ignore_eos=True, logprobs=0)
     prompts = {name: {"prompt_token_ids": [7 + i] * 30} for i, name in enumerate("ab")}
     small = {"num_gpu_blocks_override": 6, "max_model_len": 96, "block_size": 16, "preemption_mode": mode}
-    engine = make_engine(tiny_llama.path, overlap, **small)
+    engine = make_engine(tiny_llama.path, how, **small)
     engine.scheduler.admission.fits_at_worst = lambda *_: True  # type: ignore[method-assign]
     engine.add_request("b", prompts["b"], params)
     wanted = run(engine)[0]["b"].outputs[0]
@@ -254,11 +264,10 @@ def test_beam_searches(engine: LLMEngine) -> None:
 
 
 def test_generate_raises_the_error_and_the_llm_goes_on(
-    tiny_llama: TinyModel, overlap: bool, solo: dict[str, list[int]]
+    tiny_llama: TinyModel, how: dict[str, Any], solo: dict[str, list[int]]
 ) -> None:
     """It has nothing to return; whoever was in the queue besides is served by later calls."""
-    options: dict[str, Any] = {"device": "cpu", "num_gpu_blocks_override": 64, "max_num_seqs": 2}
-    with LLM(tiny_llama.path, async_scheduling=overlap, **options) as llm:
+    with LLM(tiny_llama.path, dtype="float32", **OPTIONS | how) as llm:
         engine = llm.llm_engine
         engine.add_request("early", PROMPTS["c"], SamplingParams(max_tokens=3))
         FailingWorker(engine, "result", once(9))
