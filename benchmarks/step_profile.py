@@ -30,7 +30,7 @@ class StepProfile:
         runner = engine.worker._runner
         self._wrap(engine.scheduler, "schedule", "schedule")
         self._wrap(runner._inputs, "pack_decodes", "prepare")
-        self._wrap(runner._inputs, "prepare", "prepare")
+        self._wrap(runner._inputs, "send", "prepare")
         self._wrap(engine.scheduler, "update", "update")
         self._wrap(engine._outputs, "process", "outputs")
         self._wrap_execute(engine.worker)

@@ -89,7 +89,8 @@ class LLM:
         master_addr: of this machine, as the other nodes reach it.
         master_port: where they reach it; free here.
         enforce_eager: on a GPU, launch every step kernel by kernel, instead of replaying CUDA graphs for
-            steps of decodes alone. It saves the time and memory of capturing; small batches are slower.
+            those of up to 512 decodes or 2,048 tokens. It saves the time and memory of capturing; small
+            batches are slower.
         disable_cascade_attn: on a GPU, have each request read all of its KV for itself, also where several
             share so long a prefix that reading that once, for all of them, is quicker.
         async_scheduling: schedule and launch a step while the device computes the one before, so that it

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pagedinfer.models.model_config import ModelConfig
 from pagedinfer.planning.gpus import Gpu
 from pagedinfer.planning.parameters import Parameters, count_parameters, rotary_table_bytes
-from pagedinfer.runner.decode_sizes import decode_sizes
+from pagedinfer.runner.graph_sizes import decode_sizes, forward_sizes
 from pagedinfer.runner.memory import MIB, Memory, default_limits, margin, size_kv_cache
 
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
@@ -111,7 +111,7 @@ def make_plan(config: ModelConfig, gpu: Gpu, settings: Settings = Settings()) ->
     step = step_bytes(config, width, ranks, seqs, tokens, wanted_len, settings.block_size)
     graphs = 0
     if not settings.enforce_eager:
-        graphs = _GRAPHS_BYTES + _GRAPH_BYTES * len(decode_sizes(seqs))
+        graphs = _GRAPHS_BYTES + _GRAPH_BYTES * len(decode_sizes(seqs) + forward_sizes(tokens))
     spare = margin(step)
     free = gpu.memory - _CONTEXT_BYTES
     left = int(free * settings.gpu_memory_utilization) - weights - step - graphs - _OUTSIDE_BYTES - spare

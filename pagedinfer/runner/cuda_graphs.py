@@ -9,11 +9,9 @@ captured when they are needed first.
 
 from __future__ import annotations
 
-import gc
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -24,6 +22,7 @@ from torch import Tensor
 from pagedinfer import ops
 from pagedinfer.distributed.group import SINGLE_RANK, Group
 from pagedinfer.runner.best_tokens import BestTokensOnTheWay
+from pagedinfer.runner.graph_recorder import GraphRecorder
 from pagedinfer.runner.prefix_groups import PACKED_PREFIXES
 from pagedinfer.runner.step_result import DrawnTokens, StepResult
 
@@ -63,9 +62,16 @@ class DecodeGraphs:
         sizes: numbers of rows to pad to, ascending; empty: `run` is of no use.
         device: where.
         group: the ranks that run the same graphs.
+        recorder: captures them, on a GPU; by default one of its own.
     """
 
-    def __init__(self, sizes: Sequence[int], device: torch.device, group: Group = SINGLE_RANK) -> None:
+    def __init__(
+        self,
+        sizes: Sequence[int],
+        device: torch.device,
+        group: Group = SINGLE_RANK,
+        recorder: GraphRecorder | None = None,
+    ) -> None:
         self._group = group
         self.sizes = list(sizes)
         self.max_rows = self.sizes[-1] if self.sizes else 0
@@ -75,10 +81,9 @@ class DecodeGraphs:
         memory = torch.empty(DrawnTokens.nbytes(self.max_rows), dtype=torch.uint8, device=device)
         self._drawn = {size: DrawnTokens(size, device, memory) for size in self.sizes}
         self._graphs: dict[tuple[int, StepVariant], _Graph] = {}  # of variants: the latest used last
-        self._stream: torch.cuda.Stream | None = None
-        if device.type == "cuda" and self.sizes:
-            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-            self._pool = torch.cuda.graph_pool_handle()  # graphs run one after another and share memory
+        if recorder is None and device.type == "cuda" and self.sizes:
+            recorder = GraphRecorder(device)
+        self._recorder = recorder
 
     def run(
         self,
@@ -94,11 +99,11 @@ class DecodeGraphs:
         num_rows = packed.shape[1]
         size = self.sizes[bisect_left(self.sizes, num_rows)]
         key = (size, replace(variant, with_prefixes=prefixes is not None))
-        if self._stream is not None and key not in self._graphs:
+        if self._recorder is not None and key not in self._graphs:
             self._make_room(variant)
-            self._capture(*key, compute, self._stream)
+            self._capture(*key, compute, self._recorder)
         length = 3 * size + (0 if prefixes is None else len(prefixes))
-        staging = torch.empty(length, dtype=torch.int32, pin_memory=self._stream is not None)
+        staging = torch.empty(length, dtype=torch.int32, pin_memory=self._recorder is not None)
         host = staging.numpy()
         rows = host[: 3 * size].reshape(3, size)
         rows[:, :num_rows] = packed
@@ -106,7 +111,7 @@ class DecodeGraphs:
         host[3 * size :] = () if prefixes is None else prefixes
         self._inputs[:length].copy_(staging, non_blocking=True)
         drawn = self._drawn[size]
-        if self._stream is None:
+        if self._recorder is None:
             best = compute(*self._inputs_of(*key), drawn, key[1])
         else:
             captured = self._graphs[key]
@@ -126,21 +131,21 @@ class DecodeGraphs:
 
         The largest should come first: the others fit into its memory.
         """
-        if self._stream is not None:
+        if self._recorder is not None:
             deadline = time.monotonic() + seconds
             for size in sizes:
                 # All ranks or none: the graph begins with a step that they run together.
                 if (size, PLAIN) in self._graphs:
                     continue
                 if self._group.least([time.monotonic() < deadline])[0]:
-                    self._capture(size, PLAIN, compute, self._stream)
+                    self._capture(size, PLAIN, compute, self._recorder)
         return len(self._graphs)
 
     def close(self) -> None:
         """Drops the graphs; none may be running."""
-        if self._stream is not None:
-            self._graphs.clear()
-            torch._C._cuda_clearCublasWorkspaces()  # torch keeps one for each stream that ever ran a GEMM
+        self._graphs.clear()
+        if self._recorder is not None:
+            self._recorder.close()
 
     def _make_room(self, variant: StepVariant) -> None:
         """Drops graphs of variants that are not used any more, or not lately, before another is captured."""
@@ -157,25 +162,15 @@ class DecodeGraphs:
         for key in stale:
             del self._graphs[key]
 
-    def _capture(self, size: int, variant: StepVariant, compute: Compute, stream: torch.cuda.Stream) -> None:
+    def _capture(self, size: int, variant: StepVariant, compute: Compute, recorder: GraphRecorder) -> None:
         rows, prefixes = self._inputs_of(size, variant)
         rows.copy_(torch.from_numpy(np.broadcast_to(_PADDING, (3, size)).copy()))
         if prefixes is not None:
             prefixes.zero_()
-        compute(rows, prefixes, self._drawn[size], variant)  # loads kernels, which a capture cannot
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.stream(stream), _no_garbage_collection():
-            graph.capture_begin(self._pool, "thread_local")
-            try:
-                best = compute(rows, prefixes, self._drawn[size], variant)
-            except BaseException:
-                with suppress(RuntimeError):  # it says that the capture has failed
-                    graph.capture_end()
-                if not self._graphs:  # a pool without a graph is gone, and its handle with it
-                    self._pool = torch.cuda.graph_pool_handle()
-                raise
-            graph.capture_end()
-        self._graphs[size, variant] = _Graph(graph, best)
+        compute(rows, prefixes, self._drawn[size], variant)
+        self._graphs[size, variant] = _Graph(
+            *recorder.capture(lambda: compute(rows, prefixes, self._drawn[size], variant))
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,15 +178,3 @@ class _Graph:
     graph: torch.cuda.CUDAGraph
     best: ops.TopLogprobs | None
     """Where it writes the best tokens, in memory of its own."""
-
-
-@contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    """What is collected may call CUDA, which would break a capture under way."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()

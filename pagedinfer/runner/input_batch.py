@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -17,8 +18,33 @@ from pagedinfer.runner.upload import upload
 
 
 @dataclass(frozen=True, slots=True)
-class StepInputs:
-    """One step's tensors on the device. T: its tokens; N: its requests; S: those that draw a token."""
+class StepShape:
+    """How large a step's tensors are, padding included."""
+
+    num_tokens: int
+    num_rows: int  # requests
+    max_query_len: int  # the most tokens of one request
+
+    @property
+    def packed_length(self) -> int:
+        """Elements of `PackedStep.packed`."""
+        return 3 * self.num_tokens + 3 * self.num_rows + 1
+
+    @property
+    def parts(self) -> list[slice]:
+        """Where in `PackedStep.packed` is what: six arrays, one after the other.
+
+        Of the tokens their ids, -1 for the one that its request drew last, positions, and slots, -1 for
+        padding; of the requests where their tokens begin (and the last ones end), their slots, their lengths.
+        """
+        tokens, rows = self.num_tokens, self.num_rows
+        ends = np.cumsum([0, tokens, tokens, tokens, rows + 1, rows, rows]).tolist()
+        return [slice(begin, end) for begin, end in pairwise(ends)]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInputs:
+    """What the model is given of a step, on the device. T: its tokens; N: its requests; both with padding."""
 
     input_ids: Tensor  # int64 [T]
     positions: Tensor  # int64 [T], each token's position in its request
@@ -27,9 +53,26 @@ class StepInputs:
     query_start_loc: Tensor  # int32 [N + 1], where each request's tokens begin
     seq_lens: Tensor  # int32 [N], with this step's tokens; 0: an unused row
     max_query_len: int
+
+
+@dataclass(frozen=True, slots=True)
+class DrawInputs:
+    """Which rows of a step draw a token, on the device. S: those."""
+
     sample_rows: Tensor | None  # int64 [S], the token whose logits are drawn from; None: all T of them
     sample_slots: Tensor  # int32 [S]; -1: an unused row
     output_positions: Tensor  # int64 [max_num_seqs], by slot: the index of the token to be drawn, from 0
+
+
+@dataclass(frozen=True, slots=True)
+class PackedStep:
+    """A step whose tensors are still to be made, by `InputBatch.unpack`."""
+
+    packed: Tensor  # int32 [shape.packed_length], on the device
+    shape: StepShape
+    draw: DrawInputs
+    num_columns: int
+    """Of the block table, that the requests use."""
 
 
 class InputBatch:
@@ -85,73 +128,103 @@ class InputBatch:
 
     # ---- any step ----
 
-    def prepare(self, batch: Batch) -> StepInputs:
-        """The tensors of a batch with at least one request; its admissions and blocks have been noted."""
+    def send(self, batch: Batch, shape: StepShape | None = None) -> PackedStep:
+        """Tells the device of a batch with at least one request; its admissions and blocks have been noted.
+
+        Args:
+            batch: any step.
+            shape: to be padded to; None: no padding.
+        """
         requests = batch.requests
         slots = np.array([request.slot for request in requests], np.int32)
         starts = np.array([request.start for request in requests], np.int32)
         counts = np.array([request.num_tokens for request in requests], np.int32)
         sampled = np.array([request.sample for request in requests], np.bool_)
         ends = starts + counts
-        query_start_loc = np.zeros(len(requests) + 1, np.int32)
-        np.cumsum(counts, out=query_start_loc[1:])
-        last_rows = query_start_loc[1:] - 1
+        last_rows = np.cumsum(counts, dtype=np.int32) - 1
+        num_tokens = int(last_rows[-1]) + 1
+        shape = shape or StepShape(num_tokens, len(requests), int(counts.max()))
 
-        positions, token_slots = starts, slots
-        num_tokens = int(query_start_loc[-1])
-        if num_tokens > len(requests):
-            positions = np.arange(num_tokens, dtype=np.int32) + np.repeat(ends - 1 - last_rows, counts)
-            token_slots = np.repeat(slots, counts)
-
-        input_ids = np.zeros(num_tokens, np.int32)
-        known = starts < self._num_known_tokens[slots]
+        packed = np.zeros(shape.packed_length, np.int32)
+        input_ids, positions, token_slots, query_start_loc, row_slots, lengths = (
+            packed[part] for part in shape.parts
+        )
+        input_ids[:num_tokens] = -1
+        token_slots[num_tokens:] = -1
+        known = starts < self._num_known_tokens[slots]  # the others are decodes
+        first_rows = last_rows - counts + 1
         for i in np.flatnonzero(known):
-            begin = query_start_loc[i]
+            begin = first_rows[i]
             input_ids[begin : begin + counts[i]] = self._tokens[slots[i]][starts[i] : ends[i]]
-        drawn = ~known  # decodes: their one token is the last that was drawn
+        if num_tokens == len(requests):
+            positions[:num_tokens], token_slots[:num_tokens] = starts, slots
+        else:
+            positions[:num_tokens] = np.arange(num_tokens, dtype=np.int32)
+            positions[:num_tokens] += np.repeat(starts - first_rows, counts)
+            token_slots[:num_tokens] = np.repeat(slots, counts)
+        query_start_loc[1 : len(requests) + 1] = last_rows + 1
+        query_start_loc[len(requests) + 1 :] = num_tokens
+        row_slots[: len(requests)], lengths[: len(requests)] = slots, ends
 
         new_blocks, self._new_blocks = self._new_blocks, {}
         new_prompts, self._new_prompts = self._new_prompts, {}
-        sent = upload(
+        on_device, sample_slots, sample_ends, sample_rows, *news = upload(
             [
-                input_ids,
-                positions,
-                token_slots,
-                query_start_loc,
-                ends,
-                slots,
+                packed,
                 slots[sampled],
                 ends[sampled],
                 last_rows[sampled],
-                slots[drawn],
-                last_rows[drawn],
                 *(_int32(part) for part in (new_blocks, new_blocks.values())),
                 *(_int32(part) for part in (new_prompts, new_prompts.values())),
             ],
             self._device,
         )
-        self._apply(*sent[11:])
-        wide_positions = sent[1].long()
-        wide_ids = sent[0].long()
-        if drawn.any():
-            wide_ids.index_copy_(0, sent[10].long(), self._last_tokens.index_select(0, sent[9]))
-        sample_slots = sent[6]
+        self._apply(*news)
         if sample_slots.shape[0]:
             prompts = self._num_prompt_tokens.index_select(0, sample_slots)
-            self._output_positions.index_copy_(0, sample_slots.long(), sent[7] - prompts)
-        num_columns = -(-int(ends.max()) // self._block_size)
-        return StepInputs(
-            input_ids=wide_ids,
-            positions=wide_positions,
-            slot_mapping=self._slot_mapping(self._places(sent[2], wide_positions), wide_positions),
-            block_table=self._block_table[:, :num_columns].index_select(0, sent[5]),
-            query_start_loc=sent[3],
-            seq_lens=sent[4],
-            max_query_len=int(counts.max()),
-            sample_rows=None if sample_slots.shape[0] == num_tokens else sent[8].long(),
+            self._output_positions.index_copy_(0, sample_slots.long(), sample_ends - prompts)
+        draw = DrawInputs(
+            sample_rows=None if sample_slots.shape[0] == shape.num_tokens else sample_rows.long(),
             sample_slots=sample_slots,
             output_positions=self._output_positions,
         )
+        return PackedStep(on_device, shape, draw, -(-int(ends.max()) // self._block_size))
+
+    def unpack(self, packed: Tensor, shape: StepShape, num_columns: int | None = None) -> ModelInputs:
+        """What the model is given of a step that was sent.
+
+        Nothing here looks at a value, so a CUDA graph can hold it.
+
+        Args:
+            packed: of `PackedStep`; zeros with -1 for the tokens' slots are a step of nothing but padding.
+            shape: its.
+            num_columns: of the block table, that the requests use; None: all.
+        """
+        input_ids, positions, token_slots, query_start_loc, row_slots, lengths = (
+            packed[part] for part in shape.parts
+        )
+        places = token_slots.clamp_min(0).long()
+        drawn = self._last_tokens.index_select(0, places)
+        positions = positions.long()
+        blocks = self._block_table.view(-1).index_select(
+            0, places * self._num_columns + positions // self._block_size
+        )
+        slot_mapping = blocks * self._block_size + positions % self._block_size
+        return ModelInputs(
+            input_ids=torch.where(input_ids < 0, drawn, input_ids),
+            positions=positions,
+            slot_mapping=torch.where(token_slots < 0, -1, slot_mapping),
+            block_table=self._block_table[:, :num_columns].index_select(0, row_slots),
+            query_start_loc=query_start_loc,
+            seq_lens=lengths,
+            max_query_len=shape.max_query_len,
+        )
+
+    def padding(self, shape: StepShape) -> npt.NDArray[np.int32]:
+        """int32 [shape.packed_length]: a step of nothing but padding, for `unpack`."""
+        packed = np.zeros(shape.packed_length, np.int32)
+        packed[shape.parts[2]] = -1
+        return packed
 
     def _apply(self, places: Tensor, blocks: Tensor, slots: Tensor, num_prompt_tokens: Tensor) -> None:
         """Brings the device's state up to date."""
@@ -159,14 +232,6 @@ class InputBatch:
             self._block_table.view(-1).index_copy_(0, places.long(), blocks)
         if slots.shape[0]:
             self._num_prompt_tokens.index_copy_(0, slots.long(), num_prompt_tokens.long())
-
-    def _places(self, slots: Tensor, positions: Tensor) -> Tensor:
-        """int64 [n]: where in the flattened block table the block of each position is."""
-        return slots * self._num_columns + positions // self._block_size
-
-    def _slot_mapping(self, places: Tensor, positions: Tensor) -> Tensor:
-        blocks = self._block_table.view(-1).index_select(0, places)
-        return blocks * self._block_size + positions % self._block_size
 
     # ---- a step of decodes alone ----
 
@@ -194,7 +259,7 @@ class InputBatch:
         starts += 1  # now lengths
         return packed
 
-    def prepare_decodes(self, packed: Tensor) -> StepInputs:
+    def unpack_decodes(self, packed: Tensor) -> tuple[ModelInputs, DrawInputs]:
         """The tensors of a step of decodes, from what `pack_decodes` says of it, on the device.
 
         Nothing here looks at a value, so a CUDA graph can hold it. A row of slot -1, length 0 and block -1
@@ -212,7 +277,7 @@ class InputBatch:
             output_positions=self._output_positions,
             block_size=self._block_size,
         )
-        return StepInputs(
+        for_model = ModelInputs(
             input_ids=inputs.input_ids,
             positions=inputs.positions,
             slot_mapping=inputs.slot_mapping,
@@ -220,10 +285,8 @@ class InputBatch:
             query_start_loc=self._decode_starts[: slots.shape[0] + 1],
             seq_lens=lengths,
             max_query_len=1,
-            sample_rows=None,
-            sample_slots=slots,
-            output_positions=self._output_positions,
         )
+        return for_model, DrawInputs(None, slots, self._output_positions)
 
     # ---- what a step drew ----
 

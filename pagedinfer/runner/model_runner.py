@@ -18,7 +18,9 @@ from pagedinfer.models.causal_lm import CausalLM
 from pagedinfer.models.model_config import ModelConfig
 from pagedinfer.runner.best_tokens import PromptRater
 from pagedinfer.runner.cuda_graphs import DecodeGraphs, StepVariant
-from pagedinfer.runner.input_batch import InputBatch, StepInputs
+from pagedinfer.runner.forward_graphs import ForwardGraphs
+from pagedinfer.runner.graph_recorder import GraphRecorder
+from pagedinfer.runner.input_batch import DrawInputs, InputBatch, ModelInputs, StepShape
 from pagedinfer.runner.kv_cache import KVCache
 from pagedinfer.runner.prefix_groups import pack_prefixes, unpack_prefixes
 from pagedinfer.runner.sampler import Sampler
@@ -44,7 +46,8 @@ class ModelRunner:
     """A model, its KV cache and the state of the requests in its slots.
 
     Steps of decodes alone are padded to one of `decode_sizes` and run as CUDA graphs on a GPU. Other steps,
-    those with a request whose sampling looks at the host, and all if there are no sizes, are run as they are.
+    and those with a request whose sampling looks at the host, are padded to one of `forward_sizes`, and the
+    model's part of them is a graph. Larger ones, and all if there are no sizes, are run as they are.
 
     `num_known_tokens`: token ids from here on are never drawn; by default all may be. `grammars`: of
     structured outputs; None: no request may have one. `group`: the ranks that share the model; each draws
@@ -61,6 +64,7 @@ class ModelRunner:
         max_model_len: int,
         device: torch.device,
         decode_sizes: Sequence[int] = (),
+        forward_sizes: Sequence[int] = (),
         num_known_tokens: int | None = None,
         processed_logprobs: bool = False,
         grammars: GrammarCompiler | None = None,
@@ -91,7 +95,11 @@ class ModelRunner:
         self._top_logprobs = TopLogprobs(
             max_num_seqs=max_num_seqs, vocab_size=num_known_tokens, device=device
         )
-        self._graphs = DecodeGraphs(decode_sizes, device, group)
+        recorder = None
+        if device.type == "cuda" and (decode_sizes or forward_sizes):
+            recorder = GraphRecorder(device)
+        self._graphs = DecodeGraphs(decode_sizes, device, group, recorder)
+        self._forward_graphs = ForwardGraphs(forward_sizes, max_num_seqs, device, group, recorder)
 
     @torch.inference_mode()
     def execute(self, batch: Batch) -> StepResult:
@@ -122,7 +130,7 @@ class ModelRunner:
         return self._run(batch)
 
     def _run(self, batch: Batch) -> StepResult:
-        """Any step, without padding."""
+        """Any step."""
         for request in batch.requests:
             if request.new_block_ids:
                 self._inputs.append_blocks(request.slot, request.new_block_ids)
@@ -130,15 +138,18 @@ class ModelRunner:
         drawn = DrawnTokens(len(sampled), self._device)
         if not batch.requests:
             return StepResult(drawn, 0)
-        inputs = self._inputs.prepare(batch)
-        hidden = self._forward(inputs)
+        shape = self._forward_graphs.shape_for(batch.num_tokens)
+        step = self._inputs.send(batch, shape)
+        if shape is None:
+            hidden = self._forward(self._inputs.unpack(step.packed, step.shape, step.num_columns))
+        else:
+            hidden = self._forward_graphs.run(step, self._forward_packed)
         with _full_float32():
             prompts = self._prompt_rater.rate(batch, hidden, self._model.compute_logits)
-        logits = self._compute_logits(inputs, hidden)
         best = None
-        if logits is not None:
-            logits = self._draw(inputs, logits, drawn, sampled)
-            if logits is not None and self._top_logprobs.most_wanted(batch) is not None:
+        if sampled:
+            logits = self._draw(step.draw, self._compute_logits(step.draw, hidden), drawn, sampled)
+            if self._top_logprobs.most_wanted(batch) is not None:
                 best = self._top_logprobs.compute(batch, logits, drawn.token_ids)
         return StepResult(drawn, len(sampled), best, prompts)
 
@@ -159,12 +170,11 @@ class ModelRunner:
     def _decode(
         self, packed: Tensor, prefixes: Tensor | None, drawn: DrawnTokens, variant: StepVariant
     ) -> ops.TopLogprobs | None:
-        """A step of decodes alone: see `InputBatch.prepare_decodes`, `pack_prefixes`. Waits for nothing."""
-        inputs = self._inputs.prepare_decodes(packed)
+        """A step of decodes alone: see `InputBatch.unpack_decodes`, `pack_prefixes`. Waits for nothing."""
+        inputs, draw = self._inputs.unpack_decodes(packed)
         hidden = self._forward(inputs, None if prefixes is None else unpack_prefixes(prefixes))
-        logits = self._compute_logits(inputs, hidden)
-        assert logits is not None
-        slots, positions = inputs.sample_slots, inputs.output_positions
+        logits = self._compute_logits(draw, hidden)
+        slots, positions = draw.sample_slots, draw.output_positions
         self._sampler.draw(logits, slots, positions, drawn, changing=variant.changes is not None)
         self._inputs.set_last_tokens(slots, drawn.token_ids)
         if variant.num_best is None:
@@ -173,15 +183,13 @@ class ModelRunner:
 
     def _draw(
         self,
-        inputs: StepInputs,
-        logits: Tensor | None,
+        draw: DrawInputs,
+        logits: Tensor,
         drawn: DrawnTokens,
         sampled: Sequence[ScheduledRequest],
-    ) -> Tensor | None:
+    ) -> Tensor:
         """See `Sampler.sample`; the tokens go into the next step, too."""
-        if logits is None:
-            return None
-        slots, positions = inputs.sample_slots, inputs.output_positions
+        slots, positions = draw.sample_slots, draw.output_positions
         logits = self._sampler.sample(logits, slots, positions, drawn, sampled)
         self._inputs.set_last_tokens(slots, drawn.token_ids)
         return logits
@@ -192,12 +200,20 @@ class ModelRunner:
         self._sampler.upload()
         return self._graphs.capture(sizes, self._decode, seconds=seconds)
 
+    @torch.inference_mode()
+    def capture_forward_graphs(self, sizes: Sequence[int], *, seconds: float = math.inf) -> int:
+        """See `ForwardGraphs.capture`."""
+        return self._forward_graphs.capture(
+            sizes, self._forward_packed, self._inputs.padding, seconds=seconds
+        )
+
     def take_swap_timings(self) -> list[tuple[int, float]]:
         """See `KVCache.take_swap_timings`."""
         return self._cache.take_swap_timings()
 
     def close(self) -> None:
         """Drops the graphs and unpins the CPU blocks; nothing may be under way."""
+        self._forward_graphs.close()
         self._graphs.close()
         self._cache.close()
 
@@ -208,12 +224,17 @@ class ModelRunner:
             self._inputs.admit(admitted)
             self._sampler.set(admitted)
         self._sampler.upload()
-        inputs = self._inputs.prepare(batch)
+        step = self._inputs.send(batch)
+        inputs = self._inputs.unpack(step.packed, step.shape, step.num_columns)
         inputs.slot_mapping.fill_(-1)
-        drawn = DrawnTokens(inputs.sample_slots.shape[0], self._device)
-        self._draw(inputs, self._compute_logits(inputs, self._forward(inputs)), drawn, batch.requests)
+        drawn = DrawnTokens(step.draw.sample_slots.shape[0], self._device)
+        logits = self._compute_logits(step.draw, self._forward(inputs))
+        self._draw(step.draw, logits, drawn, batch.requests)
 
-    def _forward(self, inputs: StepInputs, prefixes: ops.SharedPrefixes | None = None) -> Tensor:
+    def _forward_packed(self, packed: Tensor, shape: StepShape) -> Tensor:
+        return self._forward(self._inputs.unpack(packed, shape))
+
+    def _forward(self, inputs: ModelInputs, prefixes: ops.SharedPrefixes | None = None) -> Tensor:
         """Runs the model; [T, hidden size]."""
         with _full_float32():
             hidden: Tensor = self._model(
@@ -221,16 +242,14 @@ class ModelRunner:
             )
         return hidden
 
-    def _compute_logits(self, inputs: StepInputs, hidden: Tensor) -> Tensor | None:
-        """The logits of the rows that draw, [S, padded vocabulary]; None if none does."""
-        if inputs.sample_slots.shape[0] == 0:
-            return None
-        if inputs.sample_rows is not None:
-            hidden = hidden.index_select(0, inputs.sample_rows)
+    def _compute_logits(self, draw: DrawInputs, hidden: Tensor) -> Tensor:
+        """The logits of the rows that draw, [S, padded vocabulary]."""
+        if draw.sample_rows is not None:
+            hidden = hidden.index_select(0, draw.sample_rows)
         with _full_float32():
             return self._model.compute_logits(hidden)
 
-    def _attention(self, inputs: StepInputs, prefixes: ops.SharedPrefixes | None) -> AttentionBatch:
+    def _attention(self, inputs: ModelInputs, prefixes: ops.SharedPrefixes | None) -> AttentionBatch:
         plans = {
             window: ops.attention_plan(
                 inputs.query_start_loc,

@@ -7,6 +7,7 @@ import gc
 import math
 import sys
 import time
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
@@ -24,8 +25,8 @@ from pagedinfer.models.hub import fetch_tokenizer
 from pagedinfer.models.model_config import ModelConfig
 from pagedinfer.models.registry import build_model
 from pagedinfer.models.weights import load_weights
-from pagedinfer.runner.decode_sizes import decode_sizes
 from pagedinfer.runner.device import resolve_device, resolve_dtype
+from pagedinfer.runner.graph_sizes import decode_sizes, forward_sizes
 from pagedinfer.runner.kv_cache import KVCache, KVCacheShape
 from pagedinfer.runner.memory import (
     GIB,
@@ -205,28 +206,40 @@ class Worker:
         )
         return model
 
-    def _decode_sizes(self) -> list[int]:
-        """The sizes that steps of decodes are padded to; none: no CUDA graphs."""
+    @cached_property
+    def _has_graphs(self) -> bool:
         if self.device.type != "cuda" or self._config.enforce_eager:
-            return []
+            return False
         if not self._group.can_be_captured:
             logger.info("no CUDA graphs: what the ranks tell each other goes through the CPU")
-            return []
+            return False
         if not self._model.can_be_captured:
             logger.info("no CUDA graphs: a step of %s waits for the device", self._model_config.architecture)
-            return []
-        return decode_sizes(self.max_num_seqs)
+            return False
+        return True
+
+    def _decode_sizes(self) -> list[int]:
+        """The sizes that steps of decodes are padded to; none: no CUDA graphs."""
+        return decode_sizes(self.max_num_seqs) if self._has_graphs else []
+
+    def _forward_sizes(self) -> list[int]:
+        """The sizes that other steps are padded to; none: no CUDA graphs."""
+        return forward_sizes(self.max_num_batched_tokens) if self._has_graphs else []
 
     def _capture_graphs(self) -> None:
-        sizes = self._decode_sizes()
+        sizes, others = self._decode_sizes(), self._forward_sizes()
         if not sizes:
             return
         started = time.monotonic()
         count = self._runner.capture_graphs([sizes[-1], *sizes[:-1]], seconds=_CAPTURE_SECONDS)
+        left = _CAPTURE_SECONDS + started - time.monotonic()
+        num_others = self._runner.capture_forward_graphs([others[-1], *others[:-1]], seconds=left)
         logger.info(
-            "CUDA graphs: %d of %d decode sizes captured in %.1f s",
+            "CUDA graphs: %d of %d decode sizes and %d of %d other sizes captured in %.1f s",
             count,
             len(sizes),
+            num_others,
+            len(others),
             time.monotonic() - started,
         )
 
@@ -243,6 +256,7 @@ class Worker:
             grammars=self._grammars,
             device=self.device,
             decode_sizes=self._decode_sizes(),
+            forward_sizes=self._forward_sizes(),
             group=self._group,
         )
 
@@ -320,23 +334,24 @@ class Worker:
         return left
 
     def _graph_bytes(self, runner: ModelRunner, meter: GpuMemoryMeter) -> int:
-        """Captures three graphs; the bytes that all of them will take, beyond what is gone by now.
+        """Captures four graphs; the bytes that all of them will take, beyond what is gone by now.
 
-        They share the memory of the largest, in torch's allocator; each takes some of the driver's besides.
+        They share memory, in torch's allocator; each takes some of the driver's besides.
         """
-        sizes = self._decode_sizes()
+        sizes, others = self._decode_sizes(), self._forward_sizes()
         if not sizes:
             return 0
         meter.reset_peak()
         held = meter.held()
         runner.capture_graphs(sizes[-1:])
+        runner.capture_forward_graphs(others[-1:])
         meter.reset_peak()
         shared = meter.held() - held
         outside = meter.outside_torch()
         few = sizes[:-1][-2:]
         runner.capture_graphs(few)
         each = max(_LEAST_GRAPH_BYTES, (meter.outside_torch() - outside) // max(1, len(few)))
-        return shared + each * max(0, len(sizes) - len(few))
+        return shared + each * (len(sizes) + len(others) - len(few))
 
     def _swap_space(self) -> int:
         """Bytes of CPU memory to swap to: this rank's share of what the ranks of a machine have together."""

@@ -55,7 +55,8 @@ def make_worker(group: Group, *, config: EngineConfig, num_known_tokens: int | N
     """Puts a worker into this process."""
     assert not _workers
     if padded:  # as CUDA graphs are, here without a graph
-        with_sizes = type("PaddedWorker", (Worker,), {"_decode_sizes": lambda worker: [1, 4, 16]})
+        sizes = {"_decode_sizes": lambda worker: [1, 4, 16], "_forward_sizes": lambda worker: [4, 24, 64]}
+        with_sizes = type("PaddedWorker", (Worker,), sizes)
     else:
         with_sizes = Worker
     model_config = ModelConfig.from_pretrained(config.model)

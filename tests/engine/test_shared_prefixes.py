@@ -146,6 +146,7 @@ def test_the_same_tokens(
 ) -> None:
     wanted, _ = generate(tiny_llama.path, enable_prefix_caching=False)
     monkeypatch.setattr(Worker, "_decode_sizes", lambda worker: [1, 4, 16])
+    monkeypatch.setattr(Worker, "_forward_sizes", lambda worker: [4, 24, 64])
     found, sizes = generate(tiny_llama.path, **options)
     assert found == wanted
     assert max(sizes) >= 3

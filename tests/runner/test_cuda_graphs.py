@@ -11,7 +11,7 @@ import torch
 from pagedinfer import LLM, SamplingParams, ops
 from pagedinfer.engine.batch import SharedPrefix
 from pagedinfer.runner.cuda_graphs import PLAIN, DecodeGraphs, StepVariant
-from pagedinfer.runner.decode_sizes import decode_sizes
+from pagedinfer.runner.graph_sizes import decode_sizes
 from pagedinfer.runner.prefix_groups import PACKED_PREFIXES, pack_prefixes, unpack_prefixes
 from pagedinfer.runner.step_result import DrawnTokens
 from tests.conftest import TinyModel

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from dataclasses import fields
+from types import SimpleNamespace
 
 import numpy as np
 import numpy.typing as npt
@@ -11,7 +13,7 @@ import torch
 
 from pagedinfer._core import pack_decodes
 from pagedinfer.engine.batch import AdmittedRequest, Batch, ScheduledRequest
-from pagedinfer.runner.input_batch import InputBatch
+from pagedinfer.runner.input_batch import DrawInputs, InputBatch, ModelInputs, StepShape
 from pagedinfer.sampling_params import SamplingParams
 
 BLOCK_SIZE = 8
@@ -33,6 +35,19 @@ def admitted(slot: int, token_ids: list[int], block_ids: list[int], num_prompt: 
     )
 
 
+def tensors(*groups: ModelInputs | DrawInputs) -> SimpleNamespace:
+    """All that a step is given, in one."""
+    return SimpleNamespace(
+        **{each.name: getattr(group, each.name) for group in groups for each in fields(group)}
+    )
+
+
+def prepare(inputs: InputBatch, batch: Batch, shape: StepShape | None = None) -> SimpleNamespace:
+    step = inputs.send(batch, shape)
+    columns = step.num_columns if shape is None else None
+    return tensors(inputs.unpack(step.packed, step.shape, columns), step.draw)
+
+
 def scheduled(slot: int, start: int, num_tokens: int, sample: bool = True) -> ScheduledRequest:
     return ScheduledRequest(str(slot), slot, start, num_tokens, sample, [])
 
@@ -43,8 +58,9 @@ def test_a_mixed_step(device: torch.device) -> None:
     inputs.admit(admitted(1, [50, 51, 52], [5]))
     slots = torch.tensor([1], dtype=torch.int32, device=device)
     inputs.set_last_tokens(slots, torch.tensor([77], device=device))
-    step = inputs.prepare(
-        Batch(step=0, requests=[scheduled(1, 3, 1), scheduled(4, 6, 5, sample=False), scheduled(1, 0, 3)])
+    step = prepare(
+        inputs,
+        Batch(step=0, requests=[scheduled(1, 3, 1), scheduled(4, 6, 5, sample=False), scheduled(1, 0, 3)]),
     )
     assert step.input_ids.tolist() == [77, 106, 107, 108, 109, 110, 50, 51, 52]
     assert step.positions.tolist() == [3, 6, 7, 8, 9, 10, 0, 1, 2]
@@ -64,9 +80,9 @@ def test_a_mixed_step(device: torch.device) -> None:
 def test_output_positions_count_generated_tokens_also_after_a_resume(device: torch.device) -> None:
     inputs = make_batch(device)
     inputs.admit(admitted(2, [1, 2, 3, 4, 5], [0], num_prompt=3))  # two of them were generated before
-    step = inputs.prepare(Batch(step=0, requests=[scheduled(2, 0, 5)]))
+    step = prepare(inputs, Batch(step=0, requests=[scheduled(2, 0, 5)]))
     assert step.output_positions[2].item() == 2
-    step = inputs.prepare(Batch(step=1, requests=[scheduled(2, 5, 1)]))
+    step = prepare(inputs, Batch(step=1, requests=[scheduled(2, 5, 1)]))
     assert step.output_positions[2].item() == 3
 
 
@@ -76,7 +92,7 @@ def test_decodes_need_no_row_index(device: torch.device) -> None:
         inputs.admit(admitted(slot, [slot], [slot]))
     slots = torch.tensor([3, 0], dtype=torch.int32, device=device)
     inputs.set_last_tokens(slots, torch.tensor([33, 30], device=device))
-    step = inputs.prepare(Batch(step=0, requests=[scheduled(0, 1, 1), scheduled(3, 1, 1)]))
+    step = prepare(inputs, Batch(step=0, requests=[scheduled(0, 1, 1), scheduled(3, 1, 1)]))
     assert step.input_ids.tolist() == [30, 33]
     assert step.sample_rows is None
 
@@ -86,14 +102,17 @@ def test_a_slot_can_be_taken_again(device: torch.device) -> None:
     inputs.admit(admitted(0, list(range(20)), [1, 2, 3]))
     inputs.release(0)
     inputs.admit(admitted(0, [9, 8], [6]))
-    step = inputs.prepare(Batch(step=0, requests=[scheduled(0, 0, 2)]))
+    step = prepare(inputs, Batch(step=0, requests=[scheduled(0, 0, 2)]))
     assert step.input_ids.tolist() == [9, 8]
     assert step.slot_mapping.tolist() == [48, 49]
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_random_runs_equal_the_naive_model(seed: int, device: torch.device) -> None:
-    """Requests of random lengths advance in random chunks; every token is checked one by one."""
+    """Requests of random lengths advance in random chunks; every token is checked one by one.
+
+    Every second run is padded.
+    """
     rng = random.Random(seed)
     inputs = make_batch(device)
     tokens: dict[int, list[int]] = {}
@@ -117,14 +136,27 @@ def test_random_runs_equal_the_naive_model(seed: int, device: torch.device) -> N
             batch.requests.append(request)
         if not batch.requests:
             continue
-        step = inputs.prepare(batch)
+        num_tokens, num_rows, shape = batch.num_tokens, len(batch.requests), None
+        if seed % 2:
+            shape = StepShape(
+                num_tokens + rng.randrange(20), num_rows + rng.randrange(5), 12 + rng.randrange(9)
+            )
+        step = prepare(inputs, batch, shape)
         expected = [
             (tokens[r.slot][p], p, tables[r.slot][p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE)
             for r in batch.requests
             for p in range(r.start, r.start + r.num_tokens)
         ]
-        got = zip(step.input_ids.tolist(), step.positions.tolist(), step.slot_mapping.tolist(), strict=True)
-        assert list(got) == expected
+        columns = (step.input_ids, step.positions, step.slot_mapping)
+        got = list(zip(*(column.tolist() for column in columns), strict=True))
+        assert got[:num_tokens] == expected
+        assert all(slot == -1 for _, _, slot in got[num_tokens:])
+        assert step.seq_lens.tolist() == [r.start + r.num_tokens for r in batch.requests] + [0] * (
+            len(step.seq_lens) - num_rows
+        )
+        starts = step.query_start_loc.tolist()
+        assert starts[num_rows:] == [num_tokens] * (len(starts) - num_rows)
+        assert len(got) == (num_tokens if shape is None else shape.num_tokens)
         drawn = [rng.randrange(1000) for r in batch.requests if r.sample]
         inputs.set_last_tokens(step.sample_slots, torch.tensor(drawn, device=device, dtype=torch.int64))
         for row, request in enumerate(batch.requests):
@@ -133,6 +165,16 @@ def test_random_runs_equal_the_naive_model(seed: int, device: torch.device) -> N
             assert step.block_table[row, :used].tolist() == tables[request.slot][:used]
             if request.sample:
                 tokens[request.slot].append(drawn.pop(0))
+
+
+def test_a_step_of_nothing_but_padding(device: torch.device) -> None:
+    inputs = make_batch(device)
+    shape = StepShape(num_tokens=5, num_rows=3, max_query_len=5)
+    step = inputs.unpack(torch.from_numpy(inputs.padding(shape)).to(device), shape)
+    assert step.slot_mapping.tolist() == [-1] * 5
+    assert step.positions.tolist() == [0] * 5
+    assert step.query_start_loc.tolist() == [0] * 4
+    assert step.seq_lens.tolist() == [0] * 3
 
 
 # ---- steps of decodes alone ------------------------------------------------------------------------
@@ -144,7 +186,7 @@ def decoding_batch(device: torch.device, lengths: dict[int, int]) -> InputBatch:
     for slot, length in lengths.items():
         blocks = [10 * slot + i for i in range(-(-length // BLOCK_SIZE))]
         inputs.admit(admitted(slot, list(range(length)), blocks))
-    inputs.prepare(Batch(step=0, requests=[scheduled(slot, 0, n) for slot, n in lengths.items()]))
+    prepare(inputs, Batch(step=0, requests=[scheduled(slot, 0, n) for slot, n in lengths.items()]))
     slots = torch.tensor(list(lengths), dtype=torch.int32, device=device)
     inputs.set_last_tokens(slots, 900 + slots.long())
     return inputs
@@ -165,7 +207,7 @@ def test_a_step_of_decodes_with_padding(device: torch.device) -> None:
     assert packed.tolist() == [[2, 4, 0], [21, 17, 4], [-1, 77, -1]]
     padded = np.array([[-1], [0], [-1]], np.int32).repeat(5, axis=1)
     padded[:, :3] = packed
-    step = inputs.prepare_decodes(torch.from_numpy(padded).to(device))
+    step = tensors(*inputs.unpack_decodes(torch.from_numpy(padded).to(device)))
     assert step.input_ids[:3].tolist() == [902, 904, 900]
     assert step.positions.tolist() == [20, 16, 3, 0, 0]
     assert step.slot_mapping.tolist() == [22 * 8 + 4, 77 * 8, 3, -1, -1]
@@ -179,7 +221,7 @@ def test_a_step_of_decodes_with_padding(device: torch.device) -> None:
     assert (step.max_query_len, step.sample_rows) == (1, None)
     inputs.set_last_tokens(step.sample_slots, torch.tensor([5, 6, 7, -1, -1], device=device))
     # The next step is any step: the block that came with the decode is known to it too.
-    after = inputs.prepare(Batch(step=2, requests=[decode_of(0, 4), decode_of(4, 17)]))
+    after = prepare(inputs, Batch(step=2, requests=[decode_of(0, 4), decode_of(4, 17)]))
     assert after.input_ids.tolist() == [7, 6]
     assert after.block_table.tolist() == [[0, *after.block_table[0, 1:].tolist()], [40, 41, 77]]
     assert after.output_positions[[0, 4]].tolist() == [2, 2]
@@ -210,7 +252,7 @@ def test_a_token_that_could_not_be_sampled_is_some_token_to_the_next_step(device
     inputs = decoding_batch(device, {1: 3})
     slots = torch.tensor([1], dtype=torch.int32, device=device)
     inputs.set_last_tokens(slots, torch.tensor([-1], device=device))
-    assert inputs.prepare(Batch(step=1, requests=[decode_of(1, 3)])).input_ids.tolist() == [0]
+    assert prepare(inputs, Batch(step=1, requests=[decode_of(1, 3)])).input_ids.tolist() == [0]
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -234,8 +276,8 @@ def test_random_decodes_equal_any_step(seed: int, device: torch.device) -> None:
         num_rows = len(batch.requests)
         padded = np.array([[-1], [0], [-1]], np.int32).repeat(num_rows + seed, axis=1)
         padded[:, :num_rows] = packed
-        found = quick.prepare_decodes(torch.from_numpy(padded).to(device))
-        wanted = plain.prepare(batch)
+        found = tensors(*quick.unpack_decodes(torch.from_numpy(padded).to(device)))
+        wanted = prepare(plain, batch)
         for name in ("input_ids", "positions", "slot_mapping", "seq_lens", "sample_slots"):
             assert getattr(found, name)[:num_rows].tolist() == getattr(wanted, name).tolist()
         for row, request in enumerate(batch.requests):

@@ -1,0 +1,60 @@
+"""Captures CUDA graphs."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import TypeVar
+
+import torch
+
+Result = TypeVar("Result")
+
+
+class GraphRecorder:
+    """Captures CUDA graphs into memory that they share, since they run one after another.
+
+    What a graph leaves there must be read before another one runs.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._pool = torch.cuda.graph_pool_handle()
+        self._has_captured = False
+
+    def capture(self, compute: Callable[[], Result]) -> tuple[torch.cuda.CUDAGraph, Result]:
+        """What `compute` launches, without running it, and what it returns.
+
+        Call `compute` itself first: that loads its kernels, which a capture cannot.
+        """
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(self._stream), _no_garbage_collection():
+            graph.capture_begin(self._pool, "thread_local")
+            try:
+                result = compute()
+            except BaseException:
+                with suppress(RuntimeError):  # it says that the capture has failed
+                    graph.capture_end()
+                if not self._has_captured:  # a pool without a graph is gone, and its handle with it
+                    self._pool = torch.cuda.graph_pool_handle()
+                raise
+            graph.capture_end()
+        self._has_captured = True
+        return graph, result
+
+    def close(self) -> None:
+        """The graphs have been dropped."""
+        torch._C._cuda_clearCublasWorkspaces()  # torch keeps one for each stream that ever ran a GEMM
+
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """What is collected may call CUDA, which would break a capture under way."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
