@@ -14,6 +14,7 @@ _CAUSES: dict[RefusalCause, str] = {
     "urgent": "a more urgent prompt had the step",
     "unknown token": "the step before was still drawing its last token",
 }
+_USED_UP = "others took the {:,} tokens of a step (max_num_batched_tokens)"
 _SLOW = 3.0  # a step that takes so many times the median step between two tokens is worth a sentence
 
 
@@ -69,6 +70,7 @@ class _Explanation:
         self._name = life.added.request_id
         self._said: list[str] = []
         self._has_slot = False
+        self._loading: set[int] = set()  # steps in which it waited for its KV from the CPU
 
     def sentences(self) -> list[str]:
         added, ended = self._life.added, self._life.ended
@@ -76,6 +78,7 @@ class _Explanation:
         waiting: list[StepRecord] = []  # steps since it was last put into the queue
         running: list[StepRecord] = []  # steps since it last got a slot
         since = added.time
+        loading = False
         for step in self._life.steps:
             if self._name in step.swapping_in:
                 self._tell_wait(waiting, since, step)
@@ -83,19 +86,21 @@ class _Explanation:
                     f"In step {step.number} it got a slot. Its KV comes from the CPU: {step.swaps[1]} blocks "
                     f"move while others run."
                 )
-                waiting, since = [], step.time
+                waiting, since, loading = [], step.time, True
                 continue
             if self._name in step.admitted:
                 self._tell_wait(waiting, since, step)
                 self._tell_admission(step)
-                waiting = []
+                waiting, loading = [], False
             preempted = next((p for p in step.preempted if p[0] == self._name), None)
             if preempted is not None:
                 self._tell_work(running)
                 self._tell_preemption(step, Preempted(*preempted))
-                waiting, running, since = [], [], step.time
+                waiting, running, since, loading = [], [], step.time, False
             elif self._has_slot:
                 running.append(step)
+                if loading:
+                    self._loading.add(step.number)
             else:
                 waiting.append(step)
         if waiting and not running:
@@ -138,8 +143,7 @@ class _Explanation:
         config = self._trace.config
         text = {
             "slots": f"all {config['max_num_seqs']} slots (max_num_seqs) were taken by requests as urgent",
-            "tokens": f"others took the {config['max_num_batched_tokens']:,} tokens of a step "
-            f"(max_num_batched_tokens)",
+            "tokens": _USED_UP.format(config["max_num_batched_tokens"]),
             "blocks": "too little KV cache was free",
         }[refusal.reason]
         if refusal.reason == "blocks" and refusal.peak:
@@ -178,12 +182,10 @@ class _Explanation:
                 f"Its prompt took {len(prompt_steps)} steps, {_duration(_sum(prompt_steps))}: a step has "
                 f"room for {first[2]:,} of its tokens (max_num_batched_tokens, long_prefill_token_threshold)."
             )
-        idle = [step for step in running if self._name in step.idle]
+        idle = Counter(self._idle_reason(step) for step in running if self._name in step.idle)
         if idle:
-            self._say(
-                f"In {_steps(len(idle))} it had a slot and computed nothing: no block or token of the step "
-                f"was left for it, a more urgent prompt had the step, or its KV was on its way."
-            )
+            parts = [f"{reason} ({_steps(count)})" for reason, count in idle.most_common()]
+            self._say("It had a slot and computed nothing: " + "; ".join(parts) + ".")
         decodes = [step for step in running if step not in prompt_steps and step.seconds > 0]
         if len(decodes) < 3:
             return
@@ -196,6 +198,16 @@ class _Explanation:
                 f"The longest time between two of its tokens was step {slowest.number}, "
                 f"{_duration(slowest.seconds)}: {_content(slowest)}."
             )
+
+    def _idle_reason(self, step: StepRecord) -> str:
+        config = self._trace.config
+        if step.number in self._loading:
+            return "its KV was on its way"
+        if step.num_tokens >= config["max_num_batched_tokens"]:
+            return _USED_UP.format(config["max_num_batched_tokens"])
+        if config["scheduling_policy"] == "priority" and step.chunks:
+            return _CAUSES["urgent"]
+        return "no block of the KV cache was left for it"
 
     def _tell_preemption(self, step: StepRecord, preempted: Preempted) -> None:
         self._has_slot = False

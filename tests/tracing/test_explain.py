@@ -121,7 +121,7 @@ def test_a_more_urgent_prompt(chunked: bool, make_rig: MakeRig, path: Path) -> N
     rig.add("patient", prompt_of(8, first=30), max_tokens=2, priority=3)
     assert "a more urgent prompt had the step (1 step)" in told(rig, path, "patient")
     text = " ".join(explain(read_trace(path), "decoding"))
-    assert "In 1 step it had a slot and computed nothing" in text
+    assert "It had a slot and computed nothing: a more urgent prompt had the step (1 step)." in text
     assert rig.scheduler.counters.limited_steps["tokens"] == 0
 
 
@@ -137,6 +137,14 @@ def test_preempted_for_blocks(mode: str, what: str, make_rig: MakeRig, path: Pat
     assert "it was preempted: old needed blocks, and of those that ran it came last" in text
     assert what in text
     assert "it got a slot and went on" in text or "prompt tokens were computed" in text
+
+
+def test_a_slot_and_no_block(make_rig: MakeRig, path: Path) -> None:
+    rig = make_rig(num_blocks=5, max_model_len=20)
+    rig.add("old", prompt_of(5), max_tokens=6)
+    rig.add("young", prompt_of(10, first=20), max_tokens=6)
+    text = told(rig, path, "young")
+    assert "It had a slot and computed nothing: no block of the KV cache was left for it (1 step)." in text
 
 
 def test_preempted_for_a_slot(make_rig: MakeRig, path: Path) -> None:
@@ -167,7 +175,7 @@ def test_its_kv_comes_from_the_cpu(make_rig: MakeRig, path: Path) -> None:
     rig.add("urgent", prompt_of(4, first=20), max_tokens=2, priority=0)
     text = told(rig, path, "victim")
     assert "Its KV comes from the CPU" in text
-    assert "it had a slot and computed nothing" in text
+    assert "It had a slot and computed nothing: its KV was on its way (" in text
 
 
 def test_the_prefix_cache(make_rig: MakeRig, path: Path) -> None:
