@@ -34,8 +34,8 @@ LIMITS: dict[str, list[dict[str, int]]] = {  # of the runs
     "llama-3-8b": [{"max_num_seqs": 256}, {"max_num_seqs": 64}],
     "tiny": [
         {"max_num_seqs": 32, "num_blocks": 1024},
+        {"max_num_seqs": 16, "num_blocks": 1024},
         {"max_num_seqs": 8, "num_blocks": 1024},
-        {"max_num_seqs": 4, "num_blocks": 1024},
         {"max_num_seqs": 32, "num_blocks": 160},
     ],
 }

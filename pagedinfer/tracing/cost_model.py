@@ -21,8 +21,10 @@ _PARTS = (
     "pair of tokens in a prompt's attention",
     "block swapped",
 )
-_OUTLIERS = 0.02  # share of the steps that are left out of the second fit: warm-up, other processes
-_ROUNDS = 3
+_ROUNDS = 12
+_USUAL = 0.25  # relative error beyond which a step counts less, by its distance
+_OUTLIER = 2.0  # and from which on it does not count: warm-up, other processes
+_LEAST = 0.3  # of the median: shorter steps are weighted as if they were so long
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +68,12 @@ def features(batch: Batch) -> Floats:
     )
 
 
-def fit(steps: Sequence[tuple[Floats, float]]) -> CostModel:
+def fit(steps: Sequence[tuple[Floats, float]], window: int = 1) -> CostModel:
     """The model that explains steps best, given as (features, seconds).
+
+    Args:
+        window: so many consecutive steps are taken together. Of steps that overlap, the time between two
+            results belongs partly to the neighbours.
 
     Raises:
         ValueError: there are no steps.
@@ -76,16 +82,26 @@ def fit(steps: Sequence[tuple[Floats, float]]) -> CostModel:
         raise ValueError("the trace has no steps with results: there is nothing to fit a cost model to")
     inputs = np.stack([step for step, _ in steps])
     seconds = np.array([duration for _, duration in steps])
-    kept = np.ones(len(seconds), bool)
+    if len(seconds) > window:
+        inputs, seconds = _moving_sum(inputs, window), _moving_sum(seconds[:, None], window)[:, 0]
+    expected, trust = seconds, np.ones(len(seconds))
     for _ in range(_ROUNDS):
-        weights = _nonnegative(inputs[kept], seconds[kept])
-        # Sums count in the end, so that steps are compared in seconds; but one that waited for something
-        # else entirely says nothing.
-        residual = np.abs(inputs @ weights - seconds)
-        kept = residual <= np.quantile(residual, 1 - _OUTLIERS)
-    predicted = inputs @ weights
-    error = float(np.median(np.abs(predicted - seconds) / np.maximum(seconds, 1e-9)))
-    return CostModel(dict(zip(_PARTS, weights.tolist(), strict=True)), error)
+        # By relative errors, or the few steps with long prompts would outweigh all the others.
+        scale = trust / np.maximum(expected, _LEAST * np.median(expected))
+        weights = _nonnegative(inputs * scale[:, None], seconds * scale)
+        expected = np.maximum(inputs @ weights, 1e-9)
+        error = np.abs(expected - seconds) / expected
+        trust = np.sqrt(np.minimum(1.0, _USUAL / np.maximum(error, 1e-9))) * (error < _OUTLIER)
+    # In the end sums count, without steps that waited for something else entirely.
+    usual = error < _OUTLIER
+    weights *= seconds[usual].sum() / expected[usual].sum()
+    return CostModel(dict(zip(_PARTS, weights.tolist(), strict=True)), float(np.median(error)))
+
+
+def _moving_sum(values: Floats, window: int) -> Floats:
+    """[n, k] -> [n + 1 - window, k]: sums of `window` consecutive rows."""
+    sums = np.cumsum(np.concatenate([np.zeros((1, values.shape[1])), values]), axis=0)
+    return sums[window:] - sums[:-window]  # type: ignore[no-any-return]
 
 
 def _nonnegative(inputs: Floats, seconds: Floats) -> Floats:

@@ -69,6 +69,29 @@ def test_the_fit_finds_what_steps_cost() -> None:
     assert "ms a step" in model.describe()
 
 
+def test_the_fit_of_steps_that_overlap() -> None:
+    """A step takes time of its neighbour's, and one large step alone tells what many prompt tokens cost."""
+    draw = random.Random(1)
+    steps = []
+    borrowed = 0.0
+    for i in range(600):
+        contexts = [draw.randint(100, 300) for _ in range(64 - i // 10)]
+        work = [ScheduledRequest("d", 0, context, 1, True, []) for context in contexts]
+        if i == 0:
+            work = [ScheduledRequest("p", 1, 0, draw.randint(64, 256), True, []) for _ in range(64)]
+        elif i % 3 == 0:
+            work.append(ScheduledRequest("p", 1, 0, draw.randint(64, 256), True, []))
+        batch = Batch(i, requests=work)
+        lent = 3e-3 * draw.random()
+        steps.append((features(batch), cost(batch) + borrowed - lent))
+        borrowed = lent
+    model = fit(steps, window=4)
+    large = Batch(0, requests=[ScheduledRequest("p", 1, 0, 160, True, []) for _ in range(200)])
+    many = Batch(0, requests=[ScheduledRequest("d", 0, 200, 1, True, []) for _ in range(256)])
+    for batch in (large, many):
+        assert model.predict(batch) == pytest.approx(cost(batch), rel=0.1)
+
+
 def test_nothing_to_fit() -> None:
     with pytest.raises(ValueError, match="no steps"):
         fit([])
