@@ -241,7 +241,7 @@ def main() -> None:
     parser.add_argument("--vs", default="torch", help="peers, comma-separated: torch, vllm, flashinfer")
     parser.add_argument("--seconds", type=float, default=0.2, help="about how long a row's replays take")
     parser.add_argument("--json", type=Path, help="write the results here too")
-    parser.add_argument("--plot", type=Path, help="folder to draw the results into (needs matplotlib)")
+    parser.add_argument("--plot", type=Path, help="folder to draw the results into")
     args = parser.parse_args()
     if DEVICE == "cuda" and not torch.cuda.is_available():
         raise SystemExit("bench_layers.py times CUDA kernels, and torch sees no GPU")

@@ -362,7 +362,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=0.2, help="of timed replays a row")
     parser.add_argument("--rotations", type=int, default=32, help="at most so many sets of buffers")
     parser.add_argument("--json", type=Path, help="where to write the rows and the machine")
-    parser.add_argument("--plot", type=Path, help="folder to draw the results into (needs matplotlib)")
+    parser.add_argument("--plot", type=Path, help="folder to draw the results into")
     args = parser.parse_args()
     args.dtype = getattr(torch, args.dtype)
     shapes = [tuple(map(int, shape.split("/"))) for shape in args.shapes.split(",")]

@@ -2,16 +2,18 @@
 
     python benchmarks/plots.py results/attention.json results/layers.json --into docs/plots
 
-Takes the JSON files that the benchmarks write, so that the machine with the GPU needs no matplotlib; their
-own `--plot` does the same at once.
+Takes the JSON files that the benchmarks write; their own `--plot` does the same at once. SVG, written here:
+there is nothing to install.
 """
 
 from __future__ import annotations
 
 import argparse
+import html
 import json
+import math
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -42,6 +44,7 @@ COLOURS = {
     "vllm": "#7d3c98",
     "torch": "#7f8c8d",
 }
+OTHER_COLOURS = ("#c0392b", "#d68910", "#7f8c8d", "#17202a")
 
 
 def plot_result(result: Mapping[str, Any], folder: Path) -> list[Path]:
@@ -123,7 +126,7 @@ def rate_figures(name: str, result: Mapping[str, Any]) -> dict[str, list[Panel]]
     return {name: panels}
 
 
-FIGURES = {
+FIGURES: dict[str, Callable[[Mapping[str, Any]], dict[str, list[Panel]]]] = {
     "paged_attention": attention_figures,
     "layers": lambda result: rate_figures("layers", result),
     "cache": lambda result: rate_figures("cache", result),
@@ -132,41 +135,111 @@ FIGURES = {
 
 # ---- drawing ---------------------------------------------------------------------------------------
 
+WIDTH, HEIGHT = 430, 270
+"""Of a panel, with its title, legend and axes' labels; pixels."""
+LEFT, RIGHT, TOP, BOTTOM = 44, 10, 26, 40
+
 
 def _draw(path: Path, panels: Sequence[Panel], machine: str) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": path.name, "font.size": 9})
+    """A file of a few KB that any browser draws and that a review can read."""
     columns = min(2, len(panels))
     rows = -(-len(panels) // columns)
-    size = (4.6 * columns if len(panels) > 1 else 7.5, 3.2 * rows if len(panels) > 1 else 4.0)
-    figure, axes = pyplot.subplots(rows, columns, figsize=size, squeeze=False)
-    for axis, panel in zip(axes.flat, panels, strict=False):
-        for name, points in panel.series.items():
-            colour = COLOURS.get(name.partition(",")[0])
-            style = "-" if name == "ours" else "--"
-            axis.plot(*zip(*points, strict=True), style, marker="o", markersize=3, label=name, color=colour)
-        if panel.ceiling is not None:
-            axis.axhline(panel.ceiling, color="black", linewidth=0.8, linestyle=":")
-            axis.text(
-                0.01, panel.ceiling, panel.ceiling_name, transform=axis.get_yaxis_transform(), va="bottom"
-            )
-        for x, name in panel.marks.items():
-            axis.annotate(name, (x, 0.02), xycoords=("data", "axes fraction"), rotation=90, fontsize=6)
-        axis.set_xscale("log")
-        axis.set_ylim(bottom=0)
-        axis.set(title=panel.title, xlabel=panel.x_label, ylabel=panel.y_label)
-        axis.grid(visible=True, alpha=0.3)
-        axis.legend(fontsize=7)
-    for axis in axes.flat[len(panels) :]:
-        axis.axis("off")
-    figure.text(0.995, 0.005, machine, ha="right", fontsize=6, color="gray")
-    figure.tight_layout()
-    figure.savefig(path, metadata={"Date": None})
-    pyplot.close(figure)
+    width, height = columns * WIDTH, rows * HEIGHT + 14
+    lines = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" '
+        f'height="{height}" font-family="sans-serif" font-size="10">',
+        f'<rect width="{width}" height="{height}" fill="white"/>',
+    ]
+    for i, panel in enumerate(panels):
+        lines.append(f'<g transform="translate({i % columns * WIDTH} {i // columns * HEIGHT})">')
+        lines += _panel(panel)
+        lines.append("</g>")
+    lines.append(_text(width - 6, height - 5, machine, anchor="end", colour="gray"))
+    path.write_text("\n".join([*lines, "</svg>", ""]))
+
+
+def _panel(panel: Panel) -> Iterator[str]:
+    points = [point for series in panel.series.values() for point in series]
+    low, high = (pick(x for x, _ in points) for pick in (min, max))
+    low, high = low / 1.3, high * 1.3
+    step, top = _scale(max([y for _, y in points] + [panel.ceiling or 0]) * 1.05)
+
+    def at(x: float, y: float) -> tuple[float, float]:
+        across = math.log(x / low) / math.log(high / low)
+        return (
+            round(LEFT + across * (WIDTH - LEFT - RIGHT), 1),
+            round(HEIGHT - BOTTOM - y / top * (HEIGHT - TOP - BOTTOM), 1),
+        )
+
+    yield _text(LEFT, 15, panel.title, size=11)
+    for i in range(round(top / step) + 1):
+        _, y = at(low, i * step)
+        yield f'<path d="M{LEFT} {y}H{WIDTH - RIGHT}" stroke="{"black" if i == 0 else "#ddd"}"/>'
+        yield _text(LEFT - 4, y + 3, f"{i * step:g}", anchor="end")
+    for x, name in _ticks(low, high, panel.marks):
+        place, _ = at(x, 0)
+        yield f'<path d="M{place} {TOP}V{HEIGHT - BOTTOM}" stroke="#eee"/>'
+        yield _text(place, HEIGHT - BOTTOM + 13, name, anchor="middle", size=8 if panel.marks else 10)
+    yield _text((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 10, panel.x_label, anchor="middle")
+    yield _text(12, (TOP + HEIGHT - BOTTOM) / 2, panel.y_label, anchor="middle", turned=True)
+    if panel.ceiling is not None:
+        _, y = at(low, panel.ceiling)
+        yield f'<path d="M{LEFT} {y}H{WIDTH - RIGHT}" stroke="black" stroke-dasharray="2 3"/>'
+        yield _text(LEFT + 4, y - 3, panel.ceiling_name)
+    for i, (name, series) in enumerate(panel.series.items()):
+        colour = COLOURS.get(name, OTHER_COLOURS[i % len(OTHER_COLOURS)])
+        places = [at(x, y) for x, y in series]
+        line = " ".join(f"{x},{y}" for x, y in places)
+        dashes = "" if name == "ours" else ' stroke-dasharray="5 2"'
+        yield f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="1.5"{dashes}/>'
+        yield f'<g fill="{colour}">'
+        for x, y in places:
+            yield f'<circle cx="{x}" cy="{y}" r="2"/>'
+        yield "</g>"
+        below = HEIGHT - BOTTOM - 8 - 12 * (len(panel.series) - 1 - i)
+        yield _text(WIDTH - RIGHT - 6, below, name, anchor="end", colour=colour)
+
+
+def _scale(highest: float) -> tuple[float, float]:
+    """The distance of the lines across, of which there are four to ten, and the highest one."""
+    step = 10.0 ** math.floor(math.log10(highest))
+    while highest / step < 4:
+        step /= 2
+    return step, step * math.ceil(highest / step)
+
+
+def _ticks(low: float, high: float, marks: Mapping[float, str]) -> list[tuple[float, str]]:
+    """Places of x with their names: the marks or, without, powers of ten (of two for a short axis)."""
+    if marks:
+        return list(marks.items())
+    base = 10.0 if high / low > 100 else 2.0
+    exponents = range(math.ceil(math.log(low, base)), math.floor(math.log(high, base)) + 1)
+    return [(base**e, _short(base**e, 1000 if base == 10 else 1024)) for e in exponents]
+
+
+def _short(x: float, thousand: int) -> str:
+    for unit in ("", "k", "M", "G"):
+        if x < thousand:
+            return f"{x:g}{unit}"
+        x /= thousand
+    return f"{x:g}T"
+
+
+def _text(
+    x: float,
+    y: float,
+    text: str,
+    *,
+    anchor: str = "start",
+    colour: str = "black",
+    size: int = 10,
+    turned: bool = False,
+) -> str:
+    more = f' transform="rotate(-90 {x:g} {y:g})"' if turned else ""
+    more += f' text-anchor="{anchor}"' if anchor != "start" else ""
+    more += f' fill="{colour}"' if colour != "black" else ""
+    more += f' font-size="{size}"' if size != 10 else ""
+    return f'<text x="{x:g}" y="{y:g}"{more}>{html.escape(text)}</text>'
 
 
 def main() -> None:
