@@ -11,7 +11,9 @@ sample of rows against float64: ||out - exact|| / ||exact||. The peers are those
     naive        gathers the blocks, expands the heads, matmul, softmax, matmul
     sdpa         torch's scaled_dot_product_attention over keys and values that lie contiguously already
     fa3          FlashAttention 3 (flash_attn_interface, or the copy in vLLM)
-    flashinfer   FlashInfer's paged wrappers, tensor cores, planned outside the timed region
+    flashinfer   FlashInfer's paged wrappers, tensor cores, planned outside the timed region; it compiles its
+                 kernels at their first use, for minutes on a few cores and anew for each head_dim, and prints
+                 nothing meanwhile. FLASHINFER_DISABLE_JIT=1 leaves out what is not compiled yet
 """
 
 from __future__ import annotations
@@ -273,7 +275,9 @@ def flashinfer(batch: Batch, args: argparse.Namespace) -> Calls:
     last = torch.tensor([(n - 1) % batch.block_size + 1 for _, n in batch.seqs], dtype=torch.int32)
     heads = (args.heads, args.kv_heads, args.head_dim, batch.block_size)
     calls: Calls = []
-    for table in batch.tables[:8]:
+    # Fewer sets of buffers, which are still larger together than the second-level cache: each wrapper has
+    # 128 MiB of its own.
+    for table in batch.tables[: max(4, math.ceil(timing.ROTATED_BYTES / 2 / batch.bytes()))]:
         ids = torch.cat([table[i, :count] for i, count in enumerate(counts)])
         buffer = torch.empty(128 << 20, dtype=torch.uint8, device="cuda")
         if batch.max_query_len == 1:
