@@ -61,10 +61,14 @@ def attention(device: torch.device) -> None:
             )
 
 
-def fused_qkv(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """Query, key and value of 5 tokens, as split views."""
+MANY_TOKENS = 1025
+"""Of which the GPU takes another way, and one is left over of pairs."""
+
+
+def fused_qkv(device: torch.device, dtype: torch.dtype, num_tokens: int = 5) -> tuple[Tensor, Tensor, Tensor]:
+    """Query, key and value, as split views."""
     widths = [NUM_HEADS * HEAD_DIM, NUM_KV_HEADS * HEAD_DIM, NUM_KV_HEADS * HEAD_DIM]
-    qkv = torch.randn(5, sum(widths), device=device).to(dtype)
+    qkv = torch.randn(num_tokens, sum(widths), device=device).to(dtype)
     query, key, value = (part.unflatten(1, (-1, HEAD_DIM)) for part in qkv.split(widths, dim=1))
     return query, key, value
 
@@ -74,8 +78,11 @@ def one_layer(device: torch.device, dtype: torch.dtype) -> Tensor:
     return torch.zeros(3, 2, 2, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM, device=device, dtype=dtype)[:, 1]
 
 
-def last_slots(device: torch.device) -> Tensor:
-    return torch.tensor([47, -1, 0, 16, 46], device=device)
+def last_slots(device: torch.device, num_tokens: int = 5) -> Tensor:
+    """For five tokens; padding for those before."""
+    slots = torch.full((num_tokens,), -1, device=device)
+    slots[-5:] = torch.tensor([47, -1, 0, 16, 46], device=device)
+    return slots
 
 
 def cos_sin_table(device: torch.device) -> Tensor:
@@ -85,22 +92,25 @@ def cos_sin_table(device: torch.device) -> Tensor:
 
 def store_kv(device: torch.device) -> None:
     for dtype in (torch.float32, torch.bfloat16):
-        _, key, value = fused_qkv(device, dtype)
-        ops.store_kv(key, value, one_layer(device, dtype), last_slots(device))
+        for num_tokens in (5, MANY_TOKENS):
+            _, key, value = fused_qkv(device, dtype, num_tokens)
+            ops.store_kv(key, value, one_layer(device, dtype), last_slots(device, num_tokens))
 
 
 def rotary_store_kv(device: torch.device) -> None:
     for dtype in (torch.float32, torch.bfloat16):
-        for weight in (None, torch.ones(HEAD_DIM, device=device, dtype=dtype)):
-            ops.rotary_store_kv(
-                torch.arange(5, device=device),
-                *fused_qkv(device, dtype),
-                cos_sin_table(device),
-                one_layer(device, dtype),
-                last_slots(device),
-                query_norm_weight=weight,
-                key_norm_weight=weight,
-            )
+        for num_tokens, interleaved in ((5, False), (5, True), (MANY_TOKENS, False)):
+            for weight in (None, torch.ones(HEAD_DIM, device=device, dtype=dtype)):
+                ops.rotary_store_kv(
+                    torch.arange(num_tokens, device=device) % 5,
+                    *fused_qkv(device, dtype, num_tokens),
+                    cos_sin_table(device),
+                    one_layer(device, dtype),
+                    last_slots(device, num_tokens),
+                    interleaved=interleaved,
+                    query_norm_weight=weight,
+                    key_norm_weight=weight,
+                )
 
 
 def copy_blocks(device: torch.device) -> None:
@@ -143,7 +153,9 @@ def rms_norm(device: torch.device) -> None:
     for dtype in (torch.float32, torch.bfloat16):
         for hidden in (24, 1000, 4096, 40_000):
             input, residual = torch.randn(2, 3, hidden, device=device).to(dtype).unbind()
-            ops.rms_norm(input, torch.ones(hidden, device=device, dtype=dtype), 1e-5, residual)
+            weight = torch.ones(hidden, device=device, dtype=dtype)
+            ops.rms_norm(input, weight, 1e-5)
+            ops.rms_norm(input, weight, 1e-5, residual)
 
 
 def offset_rms_norm(device: torch.device) -> None:

@@ -143,6 +143,32 @@ def test_rotates_only_the_first_rotary_dim_elements(
         )
 
 
+@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(4, 2), (10, 1), (3, 1)])
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("norm", [False, True], ids=["plain", "qk-norm"])
+def test_many_tokens(
+    device: torch.device, num_heads: int, num_kv_heads: int, head_dim: int, norm: bool
+) -> None:
+    """Of which a thread of the GPU takes two heads, where their number is even."""
+    check(
+        random_case(
+            device,
+            torch.bfloat16,
+            num_tokens=1025,
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            norm=norm,
+            num_blocks=70,
+        )
+    )
+
+
+@pytest.mark.parametrize("norm", [False, True], ids=["plain", "qk-norm"])
+def test_blocks_of_any_size(device: torch.device, norm: bool) -> None:
+    check(random_case(device, torch.bfloat16, norm=norm, num_tokens=60, block_size=12))
+
+
 @pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(1, 1), (9, 3), (32, 8), (64, 8), (7, 7)])
 @pytest.mark.parametrize("norm", [False, True], ids=["plain", "qk-norm"])
 def test_head_counts(device: torch.device, num_heads: int, num_kv_heads: int, norm: bool) -> None:

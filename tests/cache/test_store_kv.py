@@ -59,6 +59,22 @@ def test_takes_sizes_that_no_vector_divides(
     )
 
 
+@pytest.mark.parametrize(("num_kv_heads", "head_dim", "block_size"), [(2, 64, 16), (8, 128, 16), (3, 5, 12)])
+def test_many_tokens(device: torch.device, num_kv_heads: int, head_dim: int, block_size: int) -> None:
+    """What the GPU takes two at a time; one is left over."""
+    check(
+        *random_case(
+            device,
+            torch.bfloat16,
+            num_tokens=1025,
+            num_blocks=100,
+            num_kv_heads=num_kv_heads,
+            block_size=block_size,
+            head_dim=head_dim,
+        )
+    )
+
+
 def test_writes_only_the_slots_it_is_given(device: torch.device) -> None:
     """vllm PR#43869: padding (-1) overwrote the last slot of the cache."""
     key, value, kv_cache, _ = random_case(device, num_tokens=3)

@@ -63,6 +63,17 @@ def test_writes_over_the_input_if_asked(device: torch.device, dtype: torch.dtype
     assert torch.equal(residual, new_residual)
 
 
+@pytest.mark.parametrize("hidden", [64, 1000, 1024, 4096, 5120])
+def test_many_rows(device: torch.device, hidden: int) -> None:
+    """What the GPU does another way from 1,024 rows on."""
+    input, residual = random_tensor(2, 1025, hidden, device=device, dtype=torch.bfloat16).unbind()
+    weight = random_tensor(hidden, device=device, dtype=torch.bfloat16)
+    assert_near(ops.rms_norm(input, weight, EPSILON), reference.rms_norm(input, weight, EPSILON))
+    expected, new_residual = reference.rms_norm_residual(input, weight, EPSILON, residual)
+    assert_near(ops.rms_norm(input, weight, EPSILON, residual), expected)
+    assert torch.equal(residual, new_residual)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_rounds_where_transformers_does(device: torch.device, dtype: torch.dtype) -> None:
     """Bit for bit but where the two sums of squares round apart."""
@@ -127,6 +138,23 @@ def test_refuses_what_does_not_fit(device: torch.device) -> None:
         ops.rms_norm(input, weight, EPSILON, input[:, 0].clone())
     with pytest.raises(ValueError, match="residual shares its memory"):
         ops.rms_norm(input, weight, EPSILON, input)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_rows", [5, 300, 1500])
+def test_sees_what_the_kernel_before_wrote(num_rows: int) -> None:
+    """Kernels start before the one ahead has ended: its residual and its output are the next one's input."""
+    weight = torch.ones(4096, device="cuda").bfloat16()
+    start, residual = random_tensor(2, num_rows, 4096, device=weight.device, dtype=torch.bfloat16).unbind()
+    x, expected, expected_residual = start.clone(), start.clone(), residual.clone()
+    for _ in range(20):
+        ops.rms_norm(x, weight, EPSILON, residual, out=x)
+    for _ in range(20):
+        exact, expected_residual = reference.rms_norm_residual(expected, weight, EPSILON, expected_residual)
+        expected = exact.bfloat16()
+    # Values at a rounding's edge may go to either side, and differ by a unit in the last place or two.
+    torch.testing.assert_close(residual, expected_residual, rtol=0.05, atol=0.05)
+    torch.testing.assert_close(x, expected, rtol=0.05, atol=0.05)
 
 
 @pytest.mark.gpu
