@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from pagedinfer import LLM, SamplingParams, StructuredOutputsParams
-from pagedinfer.distributed.messages import BatchDecoder, encode_batch
+from pagedinfer.distributed.messages import BatchDecoder, BatchEncoder
 from pagedinfer.engine.batch import AdmittedRequest, Batch
 from tests.conftest import TinyModel
 
@@ -125,5 +125,5 @@ def test_parameters_as_a_class(llm: LLM) -> None:
 def test_ranks_are_told_of_grammars() -> None:
     sampling = params({"choice": ["a", "b"]})
     admitted = AdmittedRequest("x", 0, [5], 1, [0], sampling, 7)
-    batch = BatchDecoder().decode(encode_batch(Batch(1, admitted=[admitted])))
+    batch = BatchDecoder().decode(BatchEncoder().encode(Batch(1, admitted=[admitted])))
     assert batch.admitted[0].sampling_params == sampling

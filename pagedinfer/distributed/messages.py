@@ -6,6 +6,7 @@ Decoding builds the types below and nothing else, and checks them; no message ca
 from __future__ import annotations
 
 from dataclasses import dataclass
+from operator import add
 from typing import Any
 
 import msgspec
@@ -92,7 +93,6 @@ class _Requests:
     starts: list[int]
     nums_tokens: list[int]
     samples: list[bool]
-    new_block_ids: dict[int, list[int]]  # by position; few requests of a step have any
 
 
 @dataclass(slots=True)
@@ -100,7 +100,8 @@ class _Batch:
     step: int
     released_slots: list[int]
     admitted: list[AdmittedRequest]
-    requests: _Requests
+    requests: _Requests | None  # None: those of the batch before, each a decode of the token after
+    new_block_ids: dict[int, list[int]]  # by position among the requests; few of a step have any
     swaps_out: list[tuple[int, int]]
     swaps_in: list[tuple[int, int]]
     copies: list[tuple[int, int]]
@@ -144,30 +145,39 @@ _decode_batch = msgspec.msgpack.Decoder(_Batch, dec_hook=_refuse).decode
 _decode_result = msgspec.msgpack.Decoder(_Result).decode
 
 
-def encode_batch(batch: Batch) -> bytes:
-    """A step. Some 7 bytes for each request that goes on."""
-    return _encoder.encode(
-        _Batch(
-            batch.step,
-            batch.released_slots,
-            batch.admitted,
-            _pack_requests(batch.requests),
-            batch.swaps_out,
-            batch.swaps_in,
-            batch.copies,
-            batch.shared_prefixes,
+class BatchEncoder:
+    """Writes the batches of an engine. All go to the same `BatchDecoder`s, in this order."""
+
+    def __init__(self) -> None:
+        self._expected = _Requests([], [], [], [])
+
+    def encode(self, batch: Batch) -> bytes:
+        """A step: some 7 bytes for each request, and none for those that go on as they did."""
+        requests = batch.requests
+        sent = _Requests(
+            [request.slot for request in requests],
+            [request.start for request in requests],
+            [request.num_tokens for request in requests],
+            [request.sample for request in requests],
         )
-    )
-
-
-def _pack_requests(requests: list[ScheduledRequest]) -> _Requests:
-    return _Requests(
-        [request.slot for request in requests],
-        [request.start for request in requests],
-        [request.num_tokens for request in requests],
-        [request.sample for request in requests],
-        {i: request.new_block_ids for i, request in enumerate(requests) if request.new_block_ids},
-    )
+        as_expected = not batch.admitted and sent == self._expected  # who is admitted changes a slot's name
+        contents = _encoder.encode(
+            _Batch(
+                batch.step,
+                batch.released_slots,
+                batch.admitted,
+                None if as_expected else sent,
+                {i: request.new_block_ids for i, request in enumerate(requests) if request.new_block_ids},
+                batch.swaps_out,
+                batch.swaps_in,
+                batch.copies,
+                batch.shared_prefixes,
+            )
+        )
+        # In the next step perhaps a decode each, of which there is nothing to say.
+        starts = list(map(add, sent.starts, sent.nums_tokens))
+        self._expected = _Requests(sent.slots, starts, [1] * len(starts), [True] * len(starts))
+        return contents
 
 
 class BatchDecoder:
@@ -175,38 +185,44 @@ class BatchDecoder:
 
     def __init__(self) -> None:
         self._names: dict[int, str] = {}  # of the requests in the slots
+        self._requests: list[ScheduledRequest] = []
+        self._grown: list[ScheduledRequest] = []  # those that had new blocks in the last batch
 
     def decode(self, contents: bytes) -> Batch:
-        """What `encode_batch` was given."""
+        """What `BatchEncoder.encode` was given. Its requests change with the next call."""
         sent = _decode_batch(contents)
-        names = self._names
         for admitted in sent.admitted:
-            names[admitted.slot] = admitted.request_id
-        columns = sent.requests
-        new_block_ids: list[list[int]] = [[] for _ in columns.slots]
-        for position, block_ids in columns.new_block_ids.items():
-            new_block_ids[position] = block_ids
-        requests = list(
-            map(
-                ScheduledRequest,
-                map(names.__getitem__, columns.slots),
-                columns.slots,
-                columns.starts,
-                columns.nums_tokens,
-                columns.samples,
-                new_block_ids,
-            )
-        )
+            self._names[admitted.slot] = admitted.request_id
+        if sent.requests is None:
+            self._go_on()
+        else:
+            self._requests = self._make(sent.requests)
+        self._grown = [self._requests[position] for position in sent.new_block_ids]
+        for request, block_ids in zip(self._grown, sent.new_block_ids.values(), strict=True):
+            request.new_block_ids = block_ids
         return Batch(
             sent.step,
             sent.released_slots,
             sent.admitted,
-            requests,
+            self._requests,
             sent.swaps_out,
             sent.swaps_in,
             sent.copies,
             sent.shared_prefixes,
         )
+
+    def _make(self, sent: _Requests) -> list[ScheduledRequest]:
+        names = map(self._names.__getitem__, sent.slots)
+        columns = (sent.slots, sent.starts, sent.nums_tokens, sent.samples)
+        return list(map(ScheduledRequest, names, *columns, [[] for _ in sent.slots]))
+
+    def _go_on(self) -> None:
+        for request in self._grown:
+            request.new_block_ids = []
+        for request in self._requests:
+            request.start += request.num_tokens
+            request.num_tokens = 1
+            request.sample = True
 
 
 def encode_result(step: int, output: StepOutput, swap_timings: list[tuple[int, float]]) -> bytes:

@@ -10,7 +10,7 @@ from pagedinfer.config import EngineConfig
 from pagedinfer.distributed.channel import Kind
 from pagedinfer.distributed.launch import Launch
 from pagedinfer.distributed.limits import check_tensor_parallel_size
-from pagedinfer.distributed.messages import Ready, decode_ready, decode_result, encode_batch
+from pagedinfer.distributed.messages import BatchEncoder, Ready, decode_ready, decode_result
 from pagedinfer.distributed.rank_watch import RankWatch
 from pagedinfer.engine.batch import Batch, StepOutput
 from pagedinfer.errors import DeviceError, EngineDeadError, OutOfMemoryError, WeightsError
@@ -42,6 +42,7 @@ class WorkerGroup:
         check_tensor_parallel_size(model_config, config.tensor_parallel_size)
         self._error: EngineDeadError | None = None
         self._last_step = -1
+        self._encoder = BatchEncoder()
         self._in_flight: deque[RemoteStep] = deque()
         self._swap_timings: list[tuple[int, float]] = []
         self._launch = Launch(config, model_config.path, num_known_tokens)
@@ -70,7 +71,7 @@ class WorkerGroup:
     def execute(self, batch: Batch) -> RemoteStep:
         """Has all ranks start a step; see `ModelRunner.execute`."""
         self._check_alive()
-        contents = encode_batch(batch)
+        contents = self._encoder.encode(batch)
         self._last_step = batch.step
         for rank in self._launch.ranks:
             try:

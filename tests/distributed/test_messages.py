@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 import socket
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import msgspec
 import numpy as np
@@ -14,11 +14,11 @@ from pagedinfer import EngineConfig, SamplingParams
 from pagedinfer.distributed.channel import Channel, Kind
 from pagedinfer.distributed.messages import (
     BatchDecoder,
+    BatchEncoder,
     Start,
     decode_result,
     decode_start,
     encode,
-    encode_batch,
     encode_result,
 )
 from pagedinfer.engine.batch import (
@@ -70,30 +70,65 @@ def test_no_field_of_a_batch_is_lost() -> None:
     for whole in (FULL, ADMITTED):
         assert all(getattr(whole, field.name) for field in fields(whole)), "the test must fill every field"
     assert all(msgspec.structs.astuple(FULL.requests[0])), "the test must fill every field"
-    assert BatchDecoder().decode(encode_batch(FULL)) == FULL
+    assert BatchDecoder().decode(BatchEncoder().encode(FULL)) == FULL
 
 
 def test_a_request_keeps_its_name_until_another_has_its_slot() -> None:
-    decoder = BatchDecoder()
-    decoder.decode(encode_batch(FULL))
+    encoder, decoder = BatchEncoder(), BatchDecoder()
+    decoder.decode(encoder.encode(FULL))
     later = Batch(4, requests=[ScheduledRequest("é", 4, 4, 1, False, [])])
-    assert decoder.decode(encode_batch(later)) == later
+    assert decoder.decode(encoder.encode(later)) == later
+    other = replace(ADMITTED, request_id="other")  # and where it is as far as the first would be
+    last = Batch(5, admitted=[other], requests=[ScheduledRequest("other", 4, 5, 1, True, [])])
+    assert decoder.decode(encoder.encode(last)) == last
 
 
 def test_new_blocks_stay_with_their_requests() -> None:
-    decoder = BatchDecoder()
     requests = [
         ScheduledRequest("é", 4, 16, 8, False, [7, 8]),
         ScheduledRequest("é", 4, 24, 1, True, []),
         ScheduledRequest("é", 4, 25, 3, False, [9]),
     ]
     batch = Batch(3, admitted=[ADMITTED], requests=requests)
-    assert decoder.decode(encode_batch(batch)) == batch
+    assert BatchDecoder().decode(BatchEncoder().encode(batch)) == batch
 
 
-def test_a_decode_takes_few_bytes() -> None:
-    requests = [ScheduledRequest(f"cmpl-{slot}", slot, 4000 + slot, 1, True, []) for slot in range(256)]
-    assert len(encode_batch(Batch(100_000, requests=requests))) < 256 * 12 + 100
+def test_of_requests_that_go_on_nothing_is_sent() -> None:
+    """What comes out must be right all the same, and when one of them does something else."""
+    encoder, decoder = BatchEncoder(), BatchDecoder()
+    admitted = [replace(ADMITTED, request_id=f"cmpl-{slot}", slot=slot) for slot in range(256)]
+    ends = [4000 + slot for slot in range(256)]
+
+    def decodes(step: int, num_requests: int = 256, **changes: object) -> Batch:
+        requests = [
+            ScheduledRequest(f"cmpl-{slot}", slot, ends[slot], 1, True, []) for slot in range(num_requests)
+        ]
+        for name, value in changes.items():
+            setattr(requests[7], name, value)
+        for request in requests:
+            ends[request.slot] += request.num_tokens
+        return Batch(step, requests=requests)
+
+    def check(batch: Batch, most_bytes: int) -> None:
+        contents = encoder.encode(batch)
+        assert decoder.decode(contents) == batch
+        assert len(contents) < most_bytes
+
+    first = decodes(100_000, num_tokens=30)
+    first.admitted = admitted
+    check(first, 10**6)
+    check(decodes(100_001), 120)
+    check(decodes(100_002, new_block_ids=[70_000, 70_001]), 140)
+    check(decodes(100_003), 120)
+    check(decodes(100_004, new_block_ids=[70_002]), 140)
+    check(decodes(100_005, sample=False), 256 * 8 + 120)
+    check(decodes(100_006), 120)
+    check(decodes(100_007, num_tokens=2), 256 * 8 + 120)
+    check(decodes(100_008, start=17), 256 * 8 + 120)
+    check(decodes(100_009, num_requests=255), 256 * 8 + 120)
+    check(decodes(100_010, num_requests=255), 120)
+    check(Batch(100_011, copies=[(1, 2)]), 160)
+    check(decodes(100_012), 256 * 8 + 120)
 
 
 @pytest.mark.parametrize("with_logprobs", [False, True])
@@ -145,7 +180,7 @@ def test_a_function_cannot_be_sent() -> None:
     params = SamplingParams(logits_processors=[lambda tokens, logits: logits])
     admitted = AdmittedRequest("a", 0, [1], 1, [0], params, 0)
     with pytest.raises((TypeError, msgspec.MsgspecError)):
-        encode_batch(Batch(0, admitted=[admitted]))
+        BatchEncoder().encode(Batch(0, admitted=[admitted]))
 
 
 def test_a_channel_keeps_messages_apart() -> None:
