@@ -77,6 +77,10 @@ STABLE_TORCH_LIBRARY(pagedinfer, m) {
       "skinny_linear(Tensor input, Tensor weight, Tensor? bias, Tensor? norm_weight, float "
       "epsilon, "
       "bool gated, Tensor? residual, Tensor(a!) out) -> ()");
+  // Whether half_linear is the quicker way here: on a CPU without arithmetic in weight's dtype.
+  m.def("half_linear_pays(Tensor weight) -> bool");
+  // out = input . weight^T + bias in a half type, summed in float32. On CPUs only.
+  m.def("half_linear(Tensor input, Tensor weight, Tensor? bias, Tensor(a!) out) -> ()");
 
   // ---- runner ----
   // The inputs of a step of decodes, made from what the device keeps by slot.
@@ -130,6 +134,8 @@ STABLE_TORCH_LIBRARY(pagedinfer, m) {
   m.impl("rotary_embedding", TORCH_BOX(&pagedinfer::rotary_embedding));                         \
   m.impl("silu_and_mul", TORCH_BOX(&pagedinfer::silu_and_mul));                                 \
   m.impl("skinny_linear", TORCH_BOX(&pagedinfer::skinny_linear));                               \
+  m.impl("half_linear_pays", TORCH_BOX(&pagedinfer::half_linear_pays));                         \
+  m.impl("half_linear", TORCH_BOX(&pagedinfer::half_linear));                                   \
   m.impl("decode_inputs", TORCH_BOX(&pagedinfer::decode_inputs));                               \
   m.impl("keep_tokens", TORCH_BOX(&pagedinfer::keep_tokens));                                   \
   m.impl("peer_all_reduce", TORCH_BOX(&pagedinfer::peer_all_reduce));                           \

@@ -58,6 +58,8 @@ void silu_and_mul(const Tensor& input, Tensor out);
 void skinny_linear(const Tensor& input, const Tensor& weight, std::optional<Tensor> bias,
                    std::optional<Tensor> norm_weight, double epsilon, bool gated,
                    std::optional<Tensor> residual, Tensor out);
+bool half_linear_pays(const Tensor& weight);
+void half_linear(const Tensor& input, const Tensor& weight, std::optional<Tensor> bias, Tensor out);
 
 void decode_inputs(const Tensor& packed, const Tensor& last_tokens, const Tensor& num_prompt_tokens,
                    int64_t block_size, Tensor block_table, Tensor output_positions,

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from enum import IntFlag
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -741,6 +742,41 @@ def skinny_linear(
     return out
 
 
+@cache
+def half_linear_pays(dtype: torch.dtype) -> bool:
+    """Whether `half_linear` is the quicker way to multiply by weights of a half type on this CPU.
+
+    So it is where the CPU has no arithmetic in that type (AVX512_BF16, AVX512_FP16, AMX): torch's own way of
+    converting is several times slower there than float32.
+    """
+    return bool(_ops.half_linear_pays(torch.empty(0, dtype=dtype)))
+
+
+def half_linear(
+    input: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None
+) -> Tensor:
+    """input . weight^T + bias in float16 or bfloat16, on a CPU that has no arithmetic in it.
+
+    Args:
+        input: dtype [..., in_features]; the last dimension is contiguous, those before the last two have one
+            stride.
+        weight: dtype [out_features, in_features]; the last dimension is contiguous.
+        bias: dtype [out_features], contiguous.
+        out: dtype [..., out_features], strides as input's; allocated contiguous if not given.
+
+    Returns:
+        `out`. Products and sums are in float32, rounded to the dtype once. A row's result does not depend, to
+        the last bit, on the other rows or on the number of threads.
+
+    Raises:
+        ValueError: shapes, dtypes or strides that do not fit, float32, or tensors that are not on the CPU.
+    """
+    if out is None:
+        out = torch.empty((*input.shape[:-1], weight.shape[0]), dtype=input.dtype, device=input.device)
+    _ops.half_linear(input, weight, bias, out)
+    return out
+
+
 # ---- runner ----------------------------------------------------------------------------------------
 
 
@@ -982,6 +1018,7 @@ def _register_fakes() -> None:
         "rotary_embedding",
         "silu_and_mul",
         "skinny_linear",
+        "half_linear",
         "decode_inputs",
         "keep_tokens",
         "peer_all_reduce",

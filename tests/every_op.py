@@ -190,6 +190,15 @@ def skinny_linear(device: torch.device) -> None:
             ops.skinny_linear(input, weight, gated=True)
 
 
+def half_linear(device: torch.device) -> None:
+    """There is none for GPUs: on the CPU whatever the device."""
+    for dtype in (torch.float16, torch.bfloat16):
+        ops.half_linear_pays(dtype)
+        for num_rows, out_features, in_features in ((1, 50, 33), (11, 7, 700)):
+            weight = torch.randn(out_features, in_features).to(dtype)
+            ops.half_linear(torch.randn(num_rows, in_features).to(dtype), weight, weight[:, 0].contiguous())
+
+
 def decode_inputs(device: torch.device) -> None:
     """Rows of one block and of many, new blocks and padding; what is drawn goes back."""
     packed = torch.tensor([[2, 0, -1], [16 * 300, 1, 0], [7, -1, -1]], dtype=torch.int32, device=device)
@@ -245,6 +254,8 @@ CALLS: dict[str, Call] = {
     "rotary_embedding": rotary_embedding,
     "silu_and_mul": silu_and_mul,
     "skinny_linear": skinny_linear,
+    "half_linear_pays": half_linear,
+    "half_linear": half_linear,
     "decode_inputs": decode_inputs,
     "keep_tokens": decode_inputs,
     "peer_all_reduce": peer_all_reduce,

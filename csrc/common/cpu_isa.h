@@ -9,6 +9,8 @@
 // the copy that was compiled for instructions this machine lacks.
 #pragma once
 
+#include "common/dtype.h"
+
 namespace pagedinfer {
 
 enum class CpuIsa { baseline, avx2, avx512 };
@@ -16,6 +18,11 @@ enum class CpuIsa { baseline, avx2, avx512 };
 // The best instruction set that both this machine and this build have.
 // PAGEDINFER_CPU_ISA=baseline|avx2|avx512 in the environment lowers it, for tests.
 CpuIsa cpu_isa();
+
+// Whether this machine has instructions that multiply vectors of this dtype, beyond converting them
+// (AVX512_BF16, AVX512_FP16; what has AMX has these too). Elsewhere than on x86-64, where nobody
+// looks, it is said to.
+bool cpu_has_arithmetic(DType dtype);
 
 }  // namespace pagedinfer
 

@@ -4,6 +4,9 @@
 
 #include <cstdlib>
 #include <cstring>
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
 
 #include "common/cpu_isa.h"
 
@@ -42,6 +45,19 @@ static CpuIsa detect_cpu_isa() {
 CpuIsa cpu_isa() {
   static const CpuIsa isa = detect_cpu_isa();
   return isa;
+}
+
+bool cpu_has_arithmetic(DType dtype) {
+#if defined(__x86_64__)
+  if (dtype == DType::float32) return true;
+  if (cpu_isa() != CpuIsa::avx512) return false;
+  const bool is_half = dtype == DType::float16;
+  unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
+  if (__get_cpuid_count(7, is_half ? 0 : 1, &eax, &ebx, &ecx, &edx) == 0) return false;
+  return is_half ? edx >> 23 & 1 : eax >> 5 & 1;
+#else
+  return true;
+#endif
 }
 
 }  // namespace pagedinfer

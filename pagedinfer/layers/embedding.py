@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from pagedinfer.distributed.sharding import Shard, shard_vocabulary
-from pagedinfer.layers import few_rows
+from pagedinfer.layers.linear import linear
 from pagedinfer.layers.placement import Placement
 from pagedinfer.layers.stored_tensor import Piece, StoredTensor
 
@@ -74,7 +74,7 @@ class LanguageModelHead(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """[rows, hidden] -> [rows, padded vocabulary]; the columns beyond the vocabulary say nothing."""
-        return self.placement.group.all_gather(few_rows.linear(hidden, self.weight))
+        return self.placement.group.all_gather(linear(hidden, self.weight))
 
     def checkpoint_tensors(self, path: str) -> Iterator[tuple[str, StoredTensor]]:
         """As VocabularyEmbedding's; nothing where the weight is the embedding's."""

@@ -8,12 +8,51 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
+import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
+from pagedinfer import ops
 from pagedinfer.distributed.sharding import Shard
 from pagedinfer.layers import few_rows
 from pagedinfer.layers.placement import Placement
 from pagedinfer.layers.stored_tensor import Piece, StoredTensor
+
+_HALF_TYPES = (torch.float16, torch.bfloat16)
+
+
+def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """input . weight^T + bias: by the kernel that is quickest for them here."""
+    if _by_half_linear(weight):
+        return ops.half_linear(input, weight, bias)
+    return few_rows.linear(input, weight, bias)
+
+
+def grouped_linear(input: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+    """Each group of rows times the transpose of its own matrix, as `linear` does one.
+
+    Args:
+        input: dtype [num_rows, in_features]
+        weights: dtype [num_groups, out_features, in_features]
+        ends: int32 [num_groups], ascending: group g is the rows from ends[g - 1] (or 0) to ends[g] - 1.
+
+    Returns:
+        dtype [num_rows, out_features]; rows behind the last group are undefined.
+    """
+    if not _by_half_linear(weights):
+        return functional.grouped_mm(input, weights.mT, offs=ends)
+    output = input.new_empty(input.shape[0], weights.shape[1])
+    begin = 0
+    for weight, end in zip(weights, ends.tolist(), strict=True):
+        if end > begin:
+            ops.half_linear(input[begin:end], weight, out=output[begin:end])
+            begin = end
+    return output
+
+
+def _by_half_linear(weight: Tensor) -> bool:
+    on_cpu = weight.device.type == "cpu"
+    return on_cpu and weight.dtype in _HALF_TYPES and ops.half_linear_pays(weight.dtype)
 
 
 class Linear(nn.Module):
@@ -26,7 +65,7 @@ class Linear(nn.Module):
 
     def forward(self, input: Tensor) -> Tensor:
         """[..., in_features] -> [..., out_features]"""
-        return few_rows.linear(input, self.weight, self.bias)
+        return linear(input, self.weight, self.bias)
 
 
 class ColumnParallelLinear(Linear):
@@ -106,7 +145,7 @@ class RowParallelLinear(Linear):
     def forward(self, input: Tensor) -> Tensor:
         """[..., this rank's inputs] -> [..., out_features]"""
         bias = self.bias if self.group.rank == 0 else None  # it must enter the sum once
-        output = few_rows.linear(input, self.weight, bias)
+        output = linear(input, self.weight, bias)
         return output if self.defers_sum else self.group.all_reduce(output)
 
     def checkpoint_tensors(self, path: str) -> Iterator[tuple[str, StoredTensor]]:

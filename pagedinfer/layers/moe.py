@@ -6,12 +6,11 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from pagedinfer import ops
 from pagedinfer.distributed.sharding import shard_evenly
 from pagedinfer.layers.activation import gated_activation
-from pagedinfer.layers.linear import Linear
+from pagedinfer.layers.linear import Linear, grouped_linear
 from pagedinfer.layers.placement import Placement
 from pagedinfer.layers.stored_tensor import Piece, StoredTensor
 
@@ -105,14 +104,14 @@ class Experts(nn.Module):
         return self._grouped(hidden, weights, experts)
 
     def _grouped(self, hidden: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
-        """By torch: the tokens are sorted by expert, and each projection is one grouped GEMM."""
+        """The tokens are sorted by expert, and each projection is one grouped GEMM: not by our kernels."""
         num_tokens, k = experts.shape
         sorted_experts, order = experts.flatten().sort(stable=True)  # by expert, then by token
         expert_ids = torch.arange(self.gate_up.shape[0], device=experts.device)
         ends = torch.searchsorted(sorted_experts, expert_ids, right=True, out_int32=True)
         rows = hidden.index_select(0, order // k)
-        inner = self.activation(functional.grouped_mm(rows, self.gate_up.mT, offs=ends))
-        results = functional.grouped_mm(inner, self.down.mT, offs=ends)
+        inner = self.activation(grouped_linear(rows, self.gate_up, ends))
+        results = grouped_linear(inner, self.down, ends)
         # Back by token, and summed in the order of its experts' ranks: by no other token's, nor by chance.
         numbers = torch.arange(order.shape[0], device=order.device)
         place = torch.empty_like(order).scatter_(0, order, numbers)
