@@ -12,6 +12,9 @@ from pagedinfer.engine.batch import Batch
 
 Floats = npt.NDArray[np.float64]
 
+# A step of few tokens waits for the weights, one of many for the arithmetic: in between a token's cost rises.
+_KNEES = (128, 256)
+
 _PARTS = (
     "step",  # whatever it does
     "prompts",  # if it has any: its launch is another one
@@ -20,6 +23,7 @@ _PARTS = (
     "token of context read by a decode",
     "pair of tokens in a prompt's attention",
     "block swapped",
+    *(f"token beyond the first {most}" for most in _KNEES),
 )
 _ROUNDS = 12
 _USUAL = 0.25  # relative error beyond which a step counts less, by its distance
@@ -63,17 +67,14 @@ def features(batch: Batch) -> Floats:
             pairs += work.num_tokens * (work.start + work.num_tokens / 2)
     has_prompts = bool(num_prompt_tokens or batch.admitted)
     swapped = len(batch.swaps_out) + len(batch.swaps_in)
+    beyond = [max(0, num_decodes + num_prompt_tokens - most) for most in _KNEES]
     return np.array(
-        [1.0, has_prompts, num_decodes, num_prompt_tokens, context, pairs, swapped], dtype=np.float64
+        [1.0, has_prompts, num_decodes, num_prompt_tokens, context, pairs, swapped, *beyond], np.float64
     )
 
 
-def fit(steps: Sequence[tuple[Floats, float]], window: int = 1) -> CostModel:
+def fit(steps: Sequence[tuple[Floats, float]]) -> CostModel:
     """The model that explains steps best, given as (features, seconds).
-
-    Args:
-        window: so many consecutive steps are taken together. Of steps that overlap, the time between two
-            results belongs partly to the neighbours.
 
     Raises:
         ValueError: there are no steps.
@@ -82,8 +83,6 @@ def fit(steps: Sequence[tuple[Floats, float]], window: int = 1) -> CostModel:
         raise ValueError("the trace has no steps with results: there is nothing to fit a cost model to")
     inputs = np.stack([step for step, _ in steps])
     seconds = np.array([duration for _, duration in steps])
-    if len(seconds) > window:
-        inputs, seconds = _moving_sum(inputs, window), _moving_sum(seconds[:, None], window)[:, 0]
     expected, trust = seconds, np.ones(len(seconds))
     for _ in range(_ROUNDS):
         # By relative errors, or the few steps with long prompts would outweigh all the others.
@@ -98,20 +97,27 @@ def fit(steps: Sequence[tuple[Floats, float]], window: int = 1) -> CostModel:
     return CostModel(dict(zip(_PARTS, weights.tolist(), strict=True)), float(np.median(error)))
 
 
-def _moving_sum(values: Floats, window: int) -> Floats:
-    """[n, k] -> [n + 1 - window, k]: sums of `window` consecutive rows."""
-    sums = np.cumsum(np.concatenate([np.zeros((1, values.shape[1])), values]), axis=0)
-    return sums[window:] - sums[:-window]  # type: ignore[no-any-return]
-
-
 def _nonnegative(inputs: Floats, seconds: Floats) -> Floats:
-    """Least squares without negative weights: what comes out negative is taken out, the worst first."""
+    """Least squares without negative weights (Lawson and Hanson, 1974)."""
     scale = np.maximum(np.abs(inputs).max(axis=0), 1e-12)
-    active = np.abs(inputs).max(axis=0) > 0
-    while True:
-        weights = np.zeros(inputs.shape[1])
-        columns = np.flatnonzero(active)
-        weights[columns] = np.linalg.lstsq(inputs[:, columns] / scale[columns], seconds, rcond=None)[0]
-        if (weights >= 0).all() or not active.any():
-            return weights / scale  # type: ignore[no-any-return]
-        active[int(np.argmin(weights))] = False
+    inputs = inputs / scale
+    weights = np.zeros(inputs.shape[1])
+    free = np.zeros(len(weights), bool)  # the others are held at zero
+    enough = 1e-10 * np.abs(inputs.T @ seconds).max()
+    for _ in range(10 * len(weights)):
+        gain = np.where(free, -np.inf, inputs.T @ (seconds - inputs @ weights))
+        if gain.max() <= enough:
+            break
+        free[np.argmax(gain)] = True
+        while True:
+            best = np.zeros(len(weights))
+            best[free] = np.linalg.lstsq(inputs[:, free], seconds, rcond=None)[0]
+            negative = free & (best <= 0)
+            if not negative.any():
+                break
+            # As far towards it as no weight turns negative; the first that would is held at zero.
+            share = np.min(weights[negative] / np.maximum(weights[negative] - best[negative], 1e-300))
+            weights += share * (best - weights)
+            free &= weights > 1e-15
+        weights = best
+    return weights / scale  # type: ignore[no-any-return]

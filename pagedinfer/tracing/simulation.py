@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -18,8 +17,6 @@ from pagedinfer.tracing.cost_model import CostModel, features, fit
 from pagedinfer.tracing.records import Trace
 from pagedinfer.tracing.replay import draw, replay
 from pagedinfer.tracing.workload import TracedRequest, requests_of
-
-_OVERLAP_WINDOW = 4  # steps
 
 
 @dataclass(slots=True)
@@ -122,13 +119,7 @@ def traced_run(trace: Trace) -> tuple[Run, CostModel, int]:
     for ended in ends[position:]:
         by_request[ended.request_id].ended = ended.time
     run.num_refused = len(trace.refused)
-    return run, fit(measured, _OVERLAP_WINDOW if _overlaps(trace) else 1), num_different
-
-
-def _overlaps(trace: Trace) -> bool:
-    """Whether steps were scheduled before the results of those before them were there."""
-    steps = [step for step in trace.steps if step.ops[0] != step.ops[1]]
-    return any(after.ops[0] < before.ops[1] for before, after in pairwise(steps))
+    return run, fit(measured), num_different
 
 
 def simulate(trace: Trace, changes: dict[str, Any], costs: CostModel, name: str) -> Run:

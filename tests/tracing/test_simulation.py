@@ -69,27 +69,28 @@ def test_the_fit_finds_what_steps_cost() -> None:
     assert "ms a step" in model.describe()
 
 
-def test_the_fit_of_steps_that_overlap() -> None:
-    """A step takes time of its neighbour's, and one large step alone tells what many prompt tokens cost."""
+def test_the_fit_of_a_gpu() -> None:
+    """Up to 200 tokens cost little. One large step alone tells what many prompt tokens cost, and counts."""
+
+    def gpu(batch: Batch) -> float:
+        return 4.5e-3 + 3e-6 * len(batch.requests) + 20e-6 * max(0, batch.num_tokens - 200)
+
     draw = random.Random(1)
     steps = []
-    borrowed = 0.0
     for i in range(600):
-        contexts = [draw.randint(100, 300) for _ in range(64 - i // 10)]
-        work = [ScheduledRequest("d", 0, context, 1, True, []) for context in contexts]
+        work = [ScheduledRequest("d", 0, draw.randint(100, 300), 1, True, []) for _ in range(64 - i // 10)]
         if i == 0:
             work = [ScheduledRequest("p", 1, 0, draw.randint(64, 256), True, []) for _ in range(64)]
         elif i % 3 == 0:
             work.append(ScheduledRequest("p", 1, 0, draw.randint(64, 256), True, []))
         batch = Batch(i, requests=work)
-        lent = 3e-3 * draw.random()
-        steps.append((features(batch), cost(batch) + borrowed - lent))
-        borrowed = lent
-    model = fit(steps, window=4)
-    large = Batch(0, requests=[ScheduledRequest("p", 1, 0, 160, True, []) for _ in range(200)])
-    many = Batch(0, requests=[ScheduledRequest("d", 0, 200, 1, True, []) for _ in range(256)])
-    for batch in (large, many):
-        assert model.predict(batch) == pytest.approx(cost(batch), rel=0.1)
+        steps.append((features(batch), gpu(batch) * draw.uniform(0.97, 1.03)))
+    model = fit(steps)
+    prompts = Batch(0, requests=[ScheduledRequest("p", 1, 0, 160, True, []) for _ in range(200)])
+    decodes = Batch(0, requests=[ScheduledRequest("d", 0, 200, 1, True, []) for _ in range(256)])
+    both = Batch(0, requests=[*decodes.requests, prompts.requests[0]])
+    for batch in (prompts, decodes, both):
+        assert model.predict(batch) == pytest.approx(gpu(batch), rel=0.15)
 
 
 def test_nothing_to_fit() -> None:
