@@ -184,9 +184,10 @@ class Scheduler:
         self.running.release_all_slots()
         ended = []
         for request in requests:
-            self.counters.num_preemptions_recompute += request.slot >= 0
+            is_ending = request.request_id in ending
+            self.counters.num_preemptions_recompute += request.slot >= 0 and not is_ending
             request.lose_kv()
-            if request.request_id in ending:
+            if is_ending:
                 request.status, request.finished = status, True
                 ended.append(request)
         self.counters.num_finished[status.finish_reason or ""] += len(ended)

@@ -255,6 +255,7 @@ def test_abort_all_leaves_a_usable_scheduler() -> None:
     rig.add("b", prompt_of(12, first=5))
     rig.scheduler.schedule()  # fails: never executed
     assert [request.request_id for request in rig.scheduler.abort_all()] == ["a", "b"]
+    assert rig.scheduler.counters.num_preemptions == 0
     rig.check_all_free()
     rig.outputs.clear()
     rig.add("c", prompt_of(12, first=5))
