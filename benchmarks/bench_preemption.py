@@ -6,7 +6,7 @@
 
 swap    A request of 2 GiB of KV is swapped out and in while others decode: GB/s each way, and how long
         the steps took.
-modes   The same run, too large for its cache, with preemption by swap and by recomputation.
+modes   Urgent requests displace others of 4k tokens: the same run by swapping and by recomputing.
 shared  256 requests that share 2,048 tokens, each with 64 of its own: prompt tokens that the runner computed.
 urgent  Time to first token of urgent requests beside a batch that takes all slots, and on an idle engine.
 
@@ -21,7 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,6 @@ from model_shapes import SHAPES, write_shape
 
 from pagedinfer import LLM, SamplingParams
 from pagedinfer.engine.batch import Batch, StepHandle
-from pagedinfer.engine.scheduler import Scheduler
 from pagedinfer.sampling_params import RequestOutputKind
 
 BLOCK = 16  # tokens
@@ -47,8 +46,8 @@ class Sizes:
     chunk: int  # most tokens of one prompt in a step
     prompt: int  # of each request of `modes`
     output: int
-    requests: int
-    room: int  # of them, how many the cache has room for
+    room: int  # of them, how many run
+    displacers: int  # urgent requests that take their place
     shared: int
     own: int
     sharers: int
@@ -58,8 +57,8 @@ class Sizes:
 
 
 SIZES = {
-    "llama-3-8b": Sizes(16384, 32, 2048, 4096, 384, 32, 20, 2048, 64, 256, 256, 50, 8.0),
-    "tiny": Sizes(512, 1, 64, 128, 40, 8, 3, 128, 16, 16, 8, 10, 0.05),
+    "llama-3-8b": Sizes(16384, 32, 2048, 4096, 192, 20, 24, 2048, 64, 256, 256, 50, 8.0),
+    "tiny": Sizes(512, 1, 64, 128, 40, 3, 5, 128, 16, 16, 8, 10, 0.05),
 }
 TINY = SHAPES["llama-3-8b"] | {
     "hidden_size": 128,
@@ -176,33 +175,37 @@ def record_swaps(llm: LLM) -> dict[str, list[tuple[int, float]]]:
 
 
 def bench_modes(bench: Bench) -> dict[str, Any]:
-    """Requests that outgrow the cache, admitted whenever their prompt fits."""
+    """Requests that take all slots, of which urgent ones displace one after another."""
     sizes = bench.sizes
-    prompts = [bench.prompt(sizes.prompt) for _ in range(sizes.requests)]
-    blocks = sizes.room * (sizes.prompt // BLOCK + 2)
+    prompts = [bench.prompt(sizes.prompt) for _ in range(sizes.room)]
+    urgent = [bench.prompt(4 * BLOCK) for _ in range(sizes.displacers)]
     result: dict[str, Any] = {}
     for mode in ("recompute", "swap"):
         with bench.llm(
+            scheduling_policy="priority",
             preemption_mode=mode,
             swap_space=sizes.swap_gib if mode == "swap" else 0.0,
-            num_gpu_blocks_override=blocks,
             max_model_len=sizes.prompt + sizes.output,
-            max_num_seqs=sizes.requests,
-            enable_prefix_caching=False,
+            max_num_seqs=sizes.room,
+            enable_prefix_caching=False,  # it would find again what was dropped
         ) as llm:
             engine = llm.llm_engine
             llm.generate([bench.prompt(BLOCK)] * 4, greedy(4), use_tqdm=False)
-            # The default admission avoids the preemptions that are compared here.
-            engine.scheduler = Scheduler(replace(engine.scheduler.config, admission_policy="greedy"))
-            engine.scheduler.costs.block_bytes = engine.worker.block_bytes
+            for i, prompt in enumerate(prompts):
+                engine.add_request(f"batch {i}", prompt, greedy(sizes.output), 1)
+            while engine.scheduler.waiting or any(r.num_output_tokens < 2 for r in engine.scheduler.running):
+                engine.step()
             started = time.perf_counter()
-            llm.generate(prompts, greedy(sizes.output), use_tqdm=False)
-            seconds = time.perf_counter() - started
-            counters = engine.scheduler.counters
-            result[f"{mode} s"] = seconds
-            result[f"{mode} preemptions"] = counters.num_preemptions
-            result[f"{mode} output tok/s"] = sizes.requests * sizes.output / seconds
-    result["swap over recompute"] = result["recompute s"] / result["swap s"]
+            num_steps = num_arrived = 0
+            while engine.has_unfinished_requests():
+                if num_steps % 4 == 0 and num_arrived < len(urgent):
+                    engine.add_request(f"urgent {num_arrived}", urgent[num_arrived], greedy(2), 0)
+                    num_arrived += 1
+                engine.step()
+                num_steps += 1
+            result[f"{mode} s"] = time.perf_counter() - started
+            result[f"{mode} preemptions"] = engine.scheduler.counters.num_preemptions
+    result["recompute over swap"] = result["recompute s"] / result["swap s"]
     return result
 
 
