@@ -6,17 +6,13 @@ from dataclasses import dataclass
 
 from pagedinfer.models.model_config import ModelConfig
 from pagedinfer.planning.gpus import Gpu
+from pagedinfer.planning.memory import CONTEXT_BYTES, OUTSIDE_BYTES, graph_bytes, step_bytes
 from pagedinfer.planning.parameters import Parameters, count_parameters, rotary_table_bytes
-from pagedinfer.runner.graph_sizes import decode_sizes, forward_sizes
-from pagedinfer.runner.memory import MIB, Memory, default_limits, margin, size_kv_cache
+from pagedinfer.runner.memory import Memory, default_limits, margin, size_kv_cache
 
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 # Measured on an H200; others are of the same order.
-_CONTEXT_BYTES = 512 * MIB  # of a process that uses CUDA, before it allocates anything
-_OUTSIDE_BYTES = 192 * MIB  # kernels and cuBLAS, outside torch's allocator
-_GRAPHS_BYTES = 32 * MIB  # memory that captured graphs share
-_GRAPH_BYTES = int(3.75 * MIB)  # and what each takes of the driver's
 _BANDWIDTH_SHARE = 0.9  # of what the maker says, that a copy or a decode reaches
 _FLOPS_SHARE = 0.8  # likewise of a large product
 
@@ -109,12 +105,10 @@ def make_plan(config: ModelConfig, gpu: Gpu, settings: Settings = Settings()) ->
     parameters = count_parameters(config)
     weights = weight_bytes(config, parameters, width, ranks, wanted_len)
     step = step_bytes(config, width, ranks, seqs, tokens, wanted_len, settings.block_size)
-    graphs = 0
-    if not settings.enforce_eager:
-        graphs = _GRAPHS_BYTES + _GRAPH_BYTES * len(decode_sizes(seqs) + forward_sizes(tokens))
+    graphs = 0 if settings.enforce_eager else graph_bytes(config, width, ranks, seqs, tokens)
     spare = margin(step)
-    free = gpu.memory - _CONTEXT_BYTES
-    left = int(free * settings.gpu_memory_utilization) - weights - step - graphs - _OUTSIDE_BYTES - spare
+    free = gpu.memory - CONTEXT_BYTES
+    left = int(free * settings.gpu_memory_utilization) - weights - step - graphs - OUTSIDE_BYTES - spare
     if settings.kv_cache_memory_bytes is not None:
         left = settings.kv_cache_memory_bytes
     kv_heads = max(1, config.num_kv_heads // ranks)
@@ -138,7 +132,7 @@ def make_plan(config: ModelConfig, gpu: Gpu, settings: Settings = Settings()) ->
         weights=weights,
         step=step,
         graphs=graphs,
-        outside=_OUTSIDE_BYTES,
+        outside=OUTSIDE_BYTES,
         margin=spare,
         kv_cache=size.num_blocks * token_bytes * settings.block_size,
         block_bytes=token_bytes * settings.block_size,
@@ -157,21 +151,3 @@ def weight_bytes(
     """Of one rank: its share of the matrices and all of what is small."""
     shared = parameters.total - parameters.small
     return (-(-shared // ranks) + parameters.small) * width + rotary_table_bytes(config, max_model_len)
-
-
-def step_bytes(
-    config: ModelConfig, width: int, ranks: int, seqs: int, tokens: int, max_model_len: int, block_size: int
-) -> int:
-    """Of the largest step: activations, logits, and the tables of the requests in the slots.
-
-    The peak is where the MLP has its inner values beside the residual stream; torch keeps the memory of the
-    attention's beside it, since those are of other sizes.
-    """
-    options = config.options
-    inner = options.get("intermediate_size") or options.get("ffn_dim") or options.get("n_inner")
-    inner = inner or 4 * config.hidden_size
-    qkv = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
-    activations = tokens * width * ((3 * inner + qkv) // ranks + 5 * config.hidden_size)
-    logits = 4 * min(seqs, tokens) * config.vocab_size
-    tables = 2 * 4 * seqs * -(-max_model_len // block_size)
-    return activations + logits + tables
