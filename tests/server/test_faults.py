@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,19 @@ def test_a_client_that_leaves_ends_its_request(server: ServerThread, fields: dic
     chat = {key: value for key, value in (SLOW | fields).items() if key != "prompt"}
     leave_after(server, "/v1/chat/completions", chat | {"messages": [{"role": "user", "content": "a"}]}, 0.2)
     wait_until(lambda: in_flight(server) == (0, 0, 0), 2)
+
+
+def test_a_client_that_leaves_gives_its_blocks_back(model: str) -> None:
+    """vllm#9428: of a real engine, from the middle of a text and from the queue."""
+    body = {"prompt": [5] * 100, "max_tokens": 400, "ignore_eos": True, "n": 2}
+    with ServerThread(model, max_num_seqs=2) as server, ThreadPoolExecutor(4) as pool:
+        wait_until(lambda: server.metric("pagedinfer_kv_cache_usage_perc") == 0)
+        for stream in (True, False, True, False):
+            pool.submit(leave_after, server, "/v1/completions", body | {"stream": stream}, 0.3)
+        wait_until(lambda: server.metric("pagedinfer_kv_cache_usage_perc") > 0)
+        wait_until(lambda: in_flight(server)[2] == 0)
+        wait_until(lambda: in_flight(server) == (0, 0, 0), 2)
+        wait_until(lambda: server.metric("pagedinfer_kv_cache_usage_perc") == 0, 2)
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -148,26 +162,33 @@ def read_all(server: Server, body: dict[str, Any], found: list[Any]) -> None:
         found.append((error, time.monotonic() - started))
 
 
+@contextmanager
+def reading(server: Server, *bodies: dict[str, Any], timeout: float = 10) -> Iterator[list[Any]]:
+    """What comes of these requests, which have begun when the block does, and have ended after it."""
+    found: list[Any] = []
+    threads = [threading.Thread(target=read_all, args=(server, SLOW | body, found)) for body in bodies]
+    for thread in threads:
+        thread.start()
+    time.sleep(0.3)
+    yield found
+    for thread in threads:
+        thread.join(timeout)
+
+
 def test_a_dead_engine(model: str) -> None:
     """vllm#39863, vllm PR#24897: requests in flight get errors, /health says so, and the exit code is 1."""
     with Server(model, "--shutdown-timeout", "5", scripted=True) as server:
-        found: list[Any] = []
-        bodies = [SLOW | {"max_tokens": 400}, SLOW | {"max_tokens": 400, "stream": True}]
-        threads = [threading.Thread(target=read_all, args=(server, body, found)) for body in bodies]
-        for thread in threads:
-            thread.start()
-        time.sleep(0.3)
-        died = time.monotonic()
-        os.kill(server.engine_pid(), signal.SIGKILL)
-        statuses = set()
-        while server.process.poll() is None:
-            try:
-                statuses.add(server.get("/health").status)
-            except OSError:
-                break
-            time.sleep(0.02)
-        for thread in threads:
-            thread.join(10)
+        bodies = [{"max_tokens": 400}, {"max_tokens": 400, "stream": True}]
+        with reading(server, *bodies) as found:
+            died = time.monotonic()
+            os.kill(server.engine_pid(), signal.SIGKILL)
+            statuses = set()
+            while server.process.poll() is None:
+                try:
+                    statuses.add(server.get("/health").status)
+                except OSError:
+                    break
+                time.sleep(0.02)
         assert time.monotonic() - died < 5
         assert statuses <= {200, 503}
         assert server.wait(15) == 1
@@ -185,18 +206,12 @@ def test_a_dead_engine(model: str) -> None:
 def test_sigterm_lets_running_requests_finish_and_takes_no_others(model: str) -> None:
     """vllm RFC#24885, vllm#55510."""
     with Server(model, "--shutdown-timeout", "20", scripted=True) as server:
-        found: list[Any] = []
-        bodies = [SLOW | {"max_tokens": 200}, SLOW | {"max_tokens": 200, "stream": True}]
-        threads = [threading.Thread(target=read_all, args=(server, body, found)) for body in bodies]
-        for thread in threads:
-            thread.start()
-        time.sleep(0.3)
-        server.process.send_signal(signal.SIGTERM)
-        time.sleep(0.4)
-        with pytest.raises(OSError):  # noqa: PT011
-            server.get("/health")
-        for thread in threads:
-            thread.join(15)
+        bodies = [{"max_tokens": 200}, {"max_tokens": 200, "stream": True}]
+        with reading(server, *bodies, timeout=15) as found:
+            server.process.send_signal(signal.SIGTERM)
+            time.sleep(0.4)
+            with pytest.raises(OSError):  # noqa: PT011
+                server.get("/health")
         assert server.wait(15) == 0
     for answer, _ in found:
         if isinstance(answer, Answer):
@@ -207,31 +222,24 @@ def test_sigterm_lets_running_requests_finish_and_takes_no_others(model: str) ->
 
 
 def test_sigterm_ends_what_does_not_finish_in_time(model: str) -> None:
-    with Server(model, "--shutdown-timeout", "1", "--max-model-len", "8192", scripted=True) as server:
-        found: list[Any] = []
-        thread = threading.Thread(target=read_all, args=(server, SLOW | {"stream": True}, found))
-        thread.start()
-        time.sleep(0.3)
+    flags = ["--shutdown-timeout", "1", "--max-model-len", "8192"]
+    with Server(model, *flags, scripted=True) as server, reading(server, {"stream": True}) as found:
         started = time.monotonic()
         assert server.stop(signal.SIGTERM, 30) == 0
         assert time.monotonic() - started < 20  # it is 4 on a machine with nothing else to do
-        thread.join(5)
     [(answer, _)] = found
     assert "the server is being shut down" in answer
     assert answer.endswith("data: [DONE]\n\n")
 
 
 def test_a_second_signal_ends_it_at_once(model: str) -> None:
-    with Server(model, "--max-model-len", "8192", scripted=True) as server:
-        thread = threading.Thread(target=read_all, args=(server, SLOW | {"stream": True}, []))
-        thread.start()
-        time.sleep(0.3)
+    flags = ["--max-model-len", "8192"]
+    with Server(model, *flags, scripted=True) as server, reading(server, {"stream": True}):
         server.process.send_signal(signal.SIGINT)
         time.sleep(0.3)
         started = time.monotonic()
         assert server.stop(signal.SIGINT, 5) == 130
         assert time.monotonic() - started < 2
-        thread.join(5)
 
 
 def test_an_engine_that_cannot_start(model: str) -> None:
@@ -295,13 +303,10 @@ def test_kill_9_of_the_server_leaves_nothing_behind(model: str) -> None:
         engine = server.engine_pid()
         folders = set(Path(tempfile.gettempdir()).glob("pagedinfer-*"))
         assert folders
-        thread = threading.Thread(target=read_all, args=(server, SLOW | {"stream": True}, []))
-        thread.start()
-        time.sleep(0.2)
-        server.process.kill()
-        server.process.wait()
-        wait_gone({engine}, 5)
-        thread.join(5)
+        with reading(server, {"stream": True}):
+            server.process.kill()
+            server.process.wait()
+            wait_gone({engine}, 5)
         wait_until(
             lambda: len(set(Path(tempfile.gettempdir()).glob("pagedinfer-*")) & folders) < len(folders)
         )

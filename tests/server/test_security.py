@@ -7,7 +7,8 @@ import resource
 import socket
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from pagedinfer.errors import PagedinferError
 from pagedinfer.server.middleware import ApiKeys
 from pagedinfer.server.run import _listen_uds
 from tests.server.conftest import CHAT_TEMPLATE
-from tests.server.rig import Client, Server, ServerThread
+from tests.server.rig import Client, Server, ServerThread, wait_gone
 
 KEY = "a-secret-key"
 
@@ -199,6 +200,8 @@ def test_names_of_requests(echo: Client) -> None:
     for name in ("x" * 129, "a b", "ü", ""):
         answer = echo.post("/v1/completions", {"prompt": "a"}, **{"x-request-id": name})
         assert answer.status == 400
+    huge = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nX-Request-Id: " + b"x" * 2**20 + b"\r\n\r\n"
+    assert raw(echo, huge)[:12] in (b"HTTP/1.1 431", b"HTTP/1.1 400", b"")
     same = [echo.post("/v1/completions", {"prompt": "a", "request_id": "same"}).status for _ in range(2)]
     assert same == [200, 200]
 
@@ -233,3 +236,36 @@ def test_a_unix_socket(model: str, tmp_path: Path) -> None:
             assert client.recv(100).startswith(b"HTTP/1.1 200")
         assert server.stop() == 0
     assert not path.exists()
+
+
+def listeners(pids: Iterable[int]) -> set[tuple[str, int]]:
+    """The addresses, as /proc writes them, and ports that these processes listen at over TCP."""
+    sockets = set()
+    for pid in pids:
+        for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+            with suppress(OSError):  # closed in the meantime
+                sockets.add(descriptor.readlink().name)
+    found = set()
+    for table in ("tcp", "tcp6"):
+        for row in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            _, local, _, state, *_, inode = row.split()[:10]
+            if state == "0A" and f"socket:[{inode}]" in sockets:
+                address, _, port = local.partition(":")
+                found.add((address, int(port, 16)))
+    return found
+
+
+def test_two_ranks_hear_nobody_and_end_with_the_server(model: str) -> None:
+    """CVE-2025-30165, CVE-2024-11041, vllm#29565, lmdeploy#4804, vllm#55510."""
+    with Server(model, "--tensor-parallel-size", "2") as server:
+        pids = {server.process.pid, *server.descendants}
+        assert len(pids) >= 4  # the server, the engine and two ranks
+        found = listeners(pids)
+        assert {address for address, _ in found} == {"0100007F"}
+        for _, port in found - {("0100007F", server.port)}:
+            with socket.create_connection(("127.0.0.1", port)) as intruder:
+                intruder.sendall(b"\x80\x04\x95cos\nsystem\n(S'true'\ntR." * 100)
+        assert raw(server, b"\x80\x04\x95cos\nsystem\n(S'true'\ntR.").startswith(b"HTTP/1.1 400")
+        assert server.complete("Hello", max_tokens=3).status == 200
+        server.process.kill()
+        wait_gone(server.descendants)
