@@ -63,7 +63,8 @@ class ChatTemplate:
 
         Args:
             messages: at least one. A content may be a string or a list of {"type": "text", "text": "..."},
-                which are joined by newlines.
+                which are joined by newlines. It may be missing or None,
+                as beside calls of tools.
             add_generation_prompt: end with what begins an answer.
             continue_final_message: leave the last message open, to be gone on with.
             tools: JSON schemas of functions that the model may call.
@@ -77,7 +78,8 @@ class ChatTemplate:
         if taken:
             raise ValueError(f"template_kwargs cannot set {', '.join(taken)}")
         chat = [_check(i, message) for i, message in enumerate(_check_list(messages))]
-        try:
+
+        def render(chat: list[dict[str, Any]]) -> str:
             text: str = self._tokenizer.apply_chat_template(
                 chat,
                 tools=None if tools is None else list(tools),
@@ -87,9 +89,19 @@ class ChatTemplate:
                 tokenize=False,
                 **(template_kwargs or {}),
             )
+            return text
+
+        try:
+            try:
+                return render(chat)
+            except Exception:
+                # transformers hands on no content that is None, as beside calls of tools, and templates that
+                # know of no tools join it to other text.
+                if all(message.get("content") is not None for message in chat):
+                    raise
+                return render([message | {"content": message.get("content") or ""} for message in chat])
         except Exception as error:  # a template is a program of somebody else's: it may raise anything
             raise ValueError(f"the chat template failed on these messages: {error}") from error
-        return text
 
     def encode(self, messages: Sequence[Message], **options: Any) -> tuple[str, list[int]]:
         """The prompt as text and as token ids; arguments as `render`'s.

@@ -58,6 +58,17 @@ def test_parts_of_text_are_joined() -> None:
     assert "<user>one\ntwo\n" in template.render([{"role": "user", "content": parts}])
 
 
+@pytest.mark.parametrize("content", [{}, {"content": None}, {"content": ""}], ids=str)
+def test_a_message_without_content(content: dict[str, Any]) -> None:
+    """As an assistant's that only calls tools: neither an error nor the word None."""
+    chat = [{"role": "assistant", "tool_calls": [], **content}]
+    for each in ("<{{ m.role }}>{{ m.content }}", "{{ '<' + m['role'] + '>' + m['content'] }}"):
+        template = ChatTemplate(tokenizer_with("{% for m in messages %}" + each + "{% endfor %}"))
+        assert template.render(chat) == "<assistant>"
+    asks = ChatTemplate(tokenizer_with("{% for m in messages %}{{ m.content is defined }}{% endfor %}"))
+    assert asks.render(chat) == str(content == {"content": ""})
+
+
 # vllm#39279, #18140
 def test_no_template_says_how_to_give_one(tmp_path: Path) -> None:
     tokenizer = tokenizer_with(None)

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import time
-from typing import Any
+from collections.abc import AsyncGenerator, Callable
+from typing import Any, NamedTuple
 
 import msgspec
 from starlette.responses import Response
 
 from pagedinfer.errors import RequestFailedError
-from pagedinfer.outputs import RequestOutput
+from pagedinfer.outputs import CompletionOutput, RequestOutput
 from pagedinfer.server.api_errors import invalid
 from pagedinfer.server.completion_logprobs import finite
 from pagedinfer.server.request_models import SamplingBody
 from pagedinfer.server.response_models import PromptLogprob, PromptLogprobs, Usage
+from pagedinfer.server.stream_group import StreamGroup
 
 _encoder = msgspec.json.Encoder()
 
@@ -45,18 +47,47 @@ class AnswerHead:
         return Response(_encoder.encode(answer), media_type="application/json", headers=headers)
 
 
-def usage_options(body: SamplingBody) -> tuple[bool, bool]:
-    """Whether a stream ends with its usage, and whether every chunk has it.
+class UsageOptions(NamedTuple):
+    """What a stream says of its usage."""
+
+    at_end: bool
+    on_all: bool
+    """On every chunk, as far as it has come."""
+
+
+async def chunk_events(
+    group: StreamGroup,
+    head: AnswerHead,
+    usage: UsageOptions,
+    make: Callable[[int, RequestOutput, CompletionOutput], Any],
+) -> AsyncGenerator[bytes, None]:
+    """The events of a stream; `make` makes a choice from its prompt's index and what the engine gave.
+
+    Raises:
+        As `StreamGroup.outputs`.
+    """
+    unset = None if usage.at_end else msgspec.UNSET
+    async for index, output in group.outputs():
+        check_output(output)
+        for part in output.outputs:
+            choice = make(index, output, part)
+            yield head.chunk(choice, group.usage() if usage.on_all else unset)
+    if usage.at_end:
+        yield head.last_chunk(group.usage())
+
+
+def usage_options(body: SamplingBody) -> UsageOptions:
+    """Those of a request.
 
     Raises:
         ApiError: options of a stream for what is none.
     """
     options = body.stream_options
     if options is None:
-        return False, False
+        return UsageOptions(False, False)
     if not body.stream:
         raise invalid("stream_options needs stream=true", param="stream_options")
-    return bool(options.include_usage), bool(options.continuous_usage_stats)
+    return UsageOptions(bool(options.include_usage), bool(options.continuous_usage_stats))
 
 
 def check_output(output: RequestOutput) -> None:

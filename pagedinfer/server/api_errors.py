@@ -14,6 +14,7 @@ from starlette.responses import Response
 
 from pagedinfer.errors import EngineDeadError, QueueFullError, RequestFailedError, RequestTooLargeError
 from pagedinfer.sampling_params import SamplingParams
+from pagedinfer.server.request_models import INSTEAD
 
 _RETRY_AFTER_SECONDS = 1
 _LONGEST_MESSAGE = 2000
@@ -88,25 +89,44 @@ def api_error_of(error: BaseException) -> ApiError:
     return ApiError(500, "an unexpected error; the server's log has it")
 
 
-def validation_error(errors: Sequence[Mapping[str, Any]], model: type[BaseModel] | None) -> ApiError:
-    """What pydantic has against a body, as a 400 that names the field."""
+def validation_error(
+    errors: Sequence[Mapping[str, Any]], model: type[BaseModel] | None, content_type: str = ""
+) -> ApiError:
+    """What pydantic has against a body, as a 400 that names the field.
+
+    Args:
+        errors: pydantic's.
+        model: of the body, if there is one.
+        content_type: the request's.
+    """
     unknown = [error for error in errors if error["type"] == "extra_forbidden"]
     first = (unknown or errors)[0]  # a misspelt name explains one that is missing
     path = [part for part in first["loc"] if part not in ("body", "query", "path")]
+    if not path and content_type and "json" not in content_type.lower():  # as curl's -d says by default
+        return invalid(
+            f"the body is taken for {content_type[:100]!r}: send the header Content-Type: application/json"
+        )
     param = str(path[0]) if path and first["type"] != "json_invalid" else None
     if first["type"] == "json_invalid":
         reason = first.get("ctx", {}).get("error", "")
         return invalid(f"the body is not valid JSON: {reason}")
     if first["type"] == "extra_forbidden" and param is not None:
-        known = sorted(model.model_fields) if model is not None else []
-        nearest = difflib.get_close_matches(param, known, n=1)
-        hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
+        hint = _hint(param, sorted(model.model_fields) if model is not None else [])
         return invalid(f"there is no parameter {param[:100]!r}{hint}", param=param[:100])
     message = str(first["msg"])
     if first["type"] == "missing" and param is not None:
         message = "is missing"
     name = param or "the body"
     return invalid(f"{name}: {message[:1].lower()}{message[1:]}", param=param and param[:100])
+
+
+def _hint(param: str, known: list[str]) -> str:
+    """What to write instead of a name that is none."""
+    instead = INSTEAD.get(param)
+    if instead is not None and instead.partition("=")[0] in known:
+        return f"; use {instead}"
+    nearest = difflib.get_close_matches(param, known, n=1)
+    return f"; did you mean {nearest[0]!r}?" if nearest else ""
 
 
 def encode_json(value: Any) -> bytes:

@@ -137,6 +137,7 @@ def _add_routes(app: FastAPI, service: Service) -> None:
         """Turns token ids into text."""
         return _json(detokenize(service, body))
 
+    @app.head("/health", include_in_schema=False)
     @app.get("/health", tags=["server"])
     async def health() -> Response:
         """200 if requests can be served; 503 while the model is being loaded and once the engine is dead."""
@@ -169,7 +170,8 @@ def _add_error_handlers(app: FastAPI) -> None:
 
     def invalid_body(request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)
-        return validation_error(error.errors(), _BODIES.get(request.scope["path"])).response()
+        model = _BODIES.get(request.scope["path"])
+        return validation_error(error.errors(), model, request.headers.get("content-type", "")).response()
 
     def http_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)

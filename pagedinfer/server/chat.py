@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
-import msgspec
 from starlette.responses import Response
 from starlette.types import Receive
 
 from pagedinfer.outputs import CompletionOutput, Logprob, RequestOutput
 from pagedinfer.sampling_params import RequestOutputKind
-from pagedinfer.server.answers import AnswerHead, check_output, prompt_logprobs, usage_options
+from pagedinfer.server.answers import AnswerHead, check_output, chunk_events, prompt_logprobs, usage_options
 from pagedinfer.server.api_errors import invalid
 from pagedinfer.server.chat_tools import ToolUse
 from pagedinfer.server.completion_logprobs import finite
@@ -49,7 +48,7 @@ async def create_chat_completion(service: Service, body: ChatBody, receive: Rece
     head = AnswerHead(
         f"chatcmpl-{name}", model, "chat.completion.chunk" if body.stream else "chat.completion"
     )
-    include_usage, usage_on_all = usage_options(body)
+    usage = usage_options(body)
     if body.chat_template is not None:
         raise invalid("chat_template is not supported: templates are the server's", param="chat_template")
     if body.modalities not in (None, [], ["text"]):
@@ -92,19 +91,12 @@ async def create_chat_completion(service: Service, body: ChatBody, receive: Rece
         for _ in range(params.n)
     ]
 
-    async def events() -> AsyncGenerator[bytes, None]:
-        async for _, output in group.outputs():
-            check_output(output)
-            for part in output.outputs:
-                choice = makers[part.index].chunk(part)
-                usage = group.usage() if usage_on_all else (None if include_usage else msgspec.UNSET)
-                yield head.chunk(choice, usage)
-        if include_usage:
-            yield head.last_chunk(group.usage())
+    def make(index: int, output: RequestOutput, part: CompletionOutput) -> ChatChunkChoice:
+        return makers[part.index].chunk(part)
 
     with group.aborted_on_error():
         if body.stream:
-            return await start_stream(receive, events(), name)
+            return await start_stream(receive, chunk_events(group, head, usage, make), name)
         return await unless_gone(receive, _whole(group, makers, head, body))
 
 
@@ -239,7 +231,7 @@ def _token_logprob(
 
 
 def _num_logprobs(body: ChatBody) -> int | None:
-    if body.top_logprobs is not None and not body.logprobs:
+    if body.top_logprobs and not body.logprobs:
         raise invalid("top_logprobs needs logprobs=true", param="top_logprobs")
     if body.top_logprobs is not None and body.top_logprobs < 0:
         raise invalid(f"top_logprobs must not be negative, got {body.top_logprobs}", param="top_logprobs")

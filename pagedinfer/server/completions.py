@@ -6,14 +6,13 @@ from collections.abc import AsyncGenerator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-import msgspec
 from starlette.responses import Response
 from starlette.types import Receive
 
 from pagedinfer.engine.detokenizer import Detokenizer
 from pagedinfer.outputs import CompletionOutput, RequestOutput
 from pagedinfer.sampling_params import RequestOutputKind, SamplingParams
-from pagedinfer.server.answers import AnswerHead, check_output, prompt_logprobs, usage_options
+from pagedinfer.server.answers import AnswerHead, check_output, chunk_events, prompt_logprobs, usage_options
 from pagedinfer.server.api_errors import invalid
 from pagedinfer.server.completion_logprobs import LogprobTexts, join
 from pagedinfer.server.event_stream import EventStream, unless_gone
@@ -21,6 +20,7 @@ from pagedinfer.server.request_models import CompletionBody
 from pagedinfer.server.response_models import Completion, CompletionChoice, CompletionLogprobs
 from pagedinfer.server.service import Service
 from pagedinfer.server.stream_group import StreamGroup
+from pagedinfer.server.structured import response_constraint
 
 if TYPE_CHECKING:
     from pagedinfer.engine.input_processor import ProcessedPrompt
@@ -30,10 +30,11 @@ async def create_completion(service: Service, body: CompletionBody, receive: Rec
     """Answers a request; `name` is its id."""
     service.check_ready()
     head = AnswerHead(f"cmpl-{name}", service.check_model(body.model), "text_completion")
-    include_usage, usage_on_all = usage_options(body)
-    for refused in ("suffix", "best_of"):
-        if getattr(body, refused) is not None:
-            raise invalid(f"{refused} is not supported", param=refused)
+    usage = usage_options(body)
+    if body.suffix is not None:
+        raise invalid("suffix is not supported", param="suffix")
+    if body.best_of not in (None, body.n or 1):
+        raise invalid("best_of is not supported, unless it is n", param="best_of")
     prompts = await service.prompts(
         body.prompt, add_special_tokens=body.add_special_tokens is not False, cache_salt=body.cache_salt
     )
@@ -43,6 +44,7 @@ async def create_completion(service: Service, body: CompletionBody, receive: Rec
         body.model_copy(update={"max_tokens": 1}) if score_only else body,
         logprobs=body.logprobs,
         prompt_logprobs=prompt_rated,
+        structured_outputs=response_constraint(body),
     )
     if score_only:
         params = replace(params, stop=None, min_tokens=0)
@@ -53,26 +55,20 @@ async def create_completion(service: Service, body: CompletionBody, receive: Rec
             param="n",
         )
     kind = RequestOutputKind.DELTA if body.stream else RequestOutputKind.FINAL_ONLY
-    group = StreamGroup(service.engine, prompts, params, kind, service.priority(body))
+    priority = service.priority(body)
+    group = StreamGroup(service.engine, prompts, params, kind, priority, counts_tokens=not score_only)
     makers = [
         _ChoiceMaker(service, body, params, stream.prompt, p * params.n + i, score_only)
         for p, stream in enumerate(group.streams)
         for i in range(params.n)
     ]
 
-    async def events() -> AsyncGenerator[bytes, None]:
-        async for index, output in group.outputs():
-            check_output(output)
-            for part in output.outputs:
-                choice = makers[index * params.n + part.index].make(output, part)
-                usage = group.usage() if usage_on_all else (None if include_usage else msgspec.UNSET)
-                yield head.chunk(choice, usage)
-        if include_usage:
-            yield head.last_chunk(group.usage())
+    def make(index: int, output: RequestOutput, part: CompletionOutput) -> CompletionChoice:
+        return makers[index * params.n + part.index].make(output, part)
 
     with group.aborted_on_error():
         if body.stream:
-            return await start_stream(receive, events(), name)
+            return await start_stream(receive, chunk_events(group, head, usage, make), name)
         return await unless_gone(receive, _whole(group, makers, params.n, head))
 
 

@@ -36,6 +36,20 @@ Prompts = Annotated[
 ]
 
 
+INSTEAD = {
+    "guided_json": 'structured_outputs={"json": ...}',
+    "guided_regex": 'structured_outputs={"regex": ...}',
+    "guided_choice": 'structured_outputs={"choice": [...]}',
+    "guided_grammar": 'structured_outputs={"grammar": ...}',
+    "functions": "tools",
+    "function_call": "tool_choice",
+    "enable_thinking": 'chat_template_kwargs={"enable_thinking": ...}',
+    "max_length": "max_tokens",
+    "num_return_sequences": "n",
+}
+"""What to say for what other servers, or older ones, call by these names."""
+
+
 class Body(BaseModel):
     """Of any request: strict types, and no unknown names."""
 
@@ -82,6 +96,7 @@ class SamplingBody(Body):
     structured_outputs: dict[str, Any] | None = Field(
         None, description="the form of the text: one of json, regex, choice, grammar and json_object"
     )
+    response_format: dict[str, Any] | None = Field(None, description="what form the answer must have")
     truncate_prompt_tokens: int | None = Field(
         None, description="keep only so many last tokens of the prompt"
     )
@@ -112,7 +127,7 @@ class CompletionBody(SamplingBody):
     logprobs: int | None = Field(None, description="log-probabilities of so many tokens at each position")
     add_special_tokens: bool | None = Field(None, description="let the tokenizer add its BOS, as by default")
     suffix: str | None = Field(None, description="not supported")
-    best_of: int | None = Field(None, description="not supported")
+    best_of: int | None = Field(None, description="not supported, unless it is n")
 
 
 class ChatBody(SamplingBody):
@@ -131,7 +146,6 @@ class ChatBody(SamplingBody):
         None, description="whether it may, or must, or which one it must"
     )
     parallel_tool_calls: bool | None = Field(None, description="false: one call at the most")
-    response_format: dict[str, Any] | None = Field(None, description="what form the answer must have")
     add_generation_prompt: bool | None = Field(None, description="end the prompt with what begins an answer")
     continue_final_message: bool | None = Field(None, description="go on with the last message")
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="more variables for the template")

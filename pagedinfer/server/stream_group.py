@@ -17,6 +17,11 @@ from pagedinfer.server.response_models import PromptTokensDetails, Usage
 class StreamGroup:
     """Submits all prompts or none, and gives their outputs as they come.
 
+    Args:
+        engine: works on them.
+        prompts, params, priority, output_kind: as `AsyncEngine.submit` takes them.
+        counts_tokens: False: what is drawn is not shown, and the usage does not count it.
+
     Raises:
         As `AsyncEngine.submit`.
     """
@@ -28,8 +33,11 @@ class StreamGroup:
         params: SamplingParams,
         output_kind: RequestOutputKind,
         priority: int = 0,
+        *,
+        counts_tokens: bool = True,
     ) -> None:
         self._engine = engine
+        self._counts_tokens = counts_tokens
         self.streams: list[RequestStream] = []
         self._wake = asyncio.Event()
         engine.check_queue(len(prompts))
@@ -82,7 +90,7 @@ class StreamGroup:
     def usage(self) -> Usage:
         """The tokens so far."""
         num_prompt_tokens = sum(len(stream.prompt.token_ids) for stream in self.streams)
-        num_tokens = sum(stream.num_tokens for stream in self.streams)
+        num_tokens = sum(stream.num_tokens for stream in self.streams) if self._counts_tokens else 0
         cached = sum(stream.num_cached_tokens for stream in self.streams)
         return Usage(
             num_prompt_tokens, num_tokens, num_prompt_tokens + num_tokens, PromptTokensDetails(cached)

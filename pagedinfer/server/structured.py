@@ -1,4 +1,4 @@
-"""What form a chat request wants its answer to have."""
+"""What form a request wants its answer to have."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from typing import Any
 
 from pagedinfer.server.api_errors import invalid
 from pagedinfer.server.chat_tools import ToolUse
-from pagedinfer.server.request_models import ChatBody
+from pagedinfer.server.request_models import SamplingBody
 
 
-def response_constraint(body: ChatBody, tools: ToolUse) -> dict[str, Any] | None:
+def response_constraint(body: SamplingBody, tools: ToolUse | None = None) -> dict[str, Any] | None:
     """`structured_outputs` of the sampling parameters; None: any text will do.
 
     Raises:
         ApiError: a malformed response_format, or more than one form at once.
     """
-    schema = tools.schema()
+    schema = None if tools is None else tools.schema()
     forms = {
         "structured_outputs": body.structured_outputs,
         "response_format": None if body.response_format is None else _of_format(body.response_format),

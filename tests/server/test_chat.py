@@ -112,6 +112,29 @@ def test_what_is_refused(server: Client, fields: dict[str, Any]) -> None:
     assert answer.error["type"] == "invalid_request_error"
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"top_logprobs": 0},
+        {"logprobs": False, "top_logprobs": 0},
+        {"stop": []},
+        {"stop": None, "logit_bias": {}, "stop_token_ids": [], "bad_words": []},
+        {"tools": []},
+        {"tools": [], "tool_choice": "none", "parallel_tool_calls": True},
+        {"temperature": 1, "top_p": 1, "presence_penalty": 0, "top_k": -1, "min_p": 0},
+        {"max_tokens": None, "max_completion_tokens": 3},
+        {"response_format": None, "stream_options": None, "metadata": {}},
+        {"messages": [{"role": "user", "content": "a", "name": "ann"}]},
+        {"messages": [{"role": "assistant", "content": "a", "refusal": None, "tool_calls": None}]},
+    ],
+    ids=str,
+)
+def test_what_clients_send_without_meaning_it(echo: Client, fields: dict[str, Any]) -> None:
+    answer = chat(echo, "abc", **{"max_tokens": 3} | fields)
+    assert answer.status == 200, answer.body
+    assert answer.json["choices"][0]["message"]["content"]
+
+
 def test_a_template_cannot_leave_its_sandbox(model: str) -> None:
     """litellm#2949."""
     template = "{{ messages.__class__.__mro__[1].__subclasses__() }}"

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 
 from pagedinfer import LLM, SamplingParams
-from tests.server.rig import TINY_FLAGS, Client
-from tests.tiny_models import byte_level_tokenizer
+from tests.server.rig import TINY_FLAGS, Client, ServerThread
+from tests.tiny_models import byte_fallback_tokenizer, byte_level_tokenizer
 
 TOKENIZER = byte_level_tokenizer()
 GREEDY = {"temperature": 0, "max_tokens": 8, "ignore_eos": True}
@@ -232,29 +235,57 @@ def test_stop_tokens(echo: Client) -> None:
 # ---- characters over several tokens ----------------------------------------------------------------
 
 
+class Tokens(NamedTuple):
+    """A scripted server, and its tokenizer's token for each byte."""
+
+    server: Client
+    of_byte: Callable[[int], int]
+
+    def of(self, text: str) -> list[int]:
+        """One token a byte."""
+        return [self.of_byte(byte) for byte in text.encode()]
+
+
+@pytest.fixture(scope="module", params=["byte-level", "byte-fallback"])
+def tokens(
+    request: pytest.FixtureRequest, echo: Client, model: str, tmp_path_factory: Any
+) -> Iterator[Tokens]:
+    if request.param == "byte-level":
+        yield Tokens(echo, ids_of_byte)
+        return
+    folder = tmp_path_factory.mktemp("byte_fallback")
+    tokenizer = byte_fallback_tokenizer()
+    tokenizer.save_pretrained(folder)
+    config = json.loads((Path(model) / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"vocab_size": len(tokenizer)}))
+    with ServerThread(str(folder), scripted=True) as server:
+        yield Tokens(server, lambda byte: int(tokenizer.convert_tokens_to_ids([f"<0x{byte:02X}>"])[0]))
+
+
 @pytest.mark.parametrize("text", ["ď", "中文", "🔥", "👨‍👩‍👧‍👦", "ภาษาไทย", "aďb中c🔥"])
-def test_no_delta_holds_half_a_character(echo: Client, text: str) -> None:
+def test_no_delta_holds_half_a_character(tokens: Tokens, text: str) -> None:
     """vllm#8627, exo PR#1691."""
-    script = bytes_ids(text)
-    events = echo.stream("/v1/completions", {"prompt": script, "max_tokens": 2 * len(script)})
-    assert joined(events) == 2 * text
+    script = tokens.of(text)
+    body = {"prompt": script, "max_tokens": 2 * len(script)}
+    events = tokens.server.stream("/v1/completions", body)
+    assert joined(events) == tokens.server.text(**body) == 2 * text
     assert all("\N{REPLACEMENT CHARACTER}" not in event["choices"][0]["text"] for event in events)
 
 
-def test_a_prompt_that_ends_inside_a_character_is_not_repeated(echo: Client) -> None:
+def test_a_prompt_that_ends_inside_a_character_is_not_repeated(tokens: Tokens) -> None:
     """vllm#48853."""
-    script = bytes_ids("Hi 中")[:-1]
-    events = echo.stream("/v1/completions", {"prompt": script, "max_tokens": 2})
-    assert joined(events) == "Hi"
+    script = tokens.of("Hi 中")[:-1]
+    body = {"prompt": script, "max_tokens": 2}
+    assert joined(tokens.server.stream("/v1/completions", body)) == tokens.server.text(**body) == "Hi"
 
 
-def test_a_character_that_is_cut_off(echo: Client) -> None:
+def test_a_character_that_is_cut_off(tokens: Tokens) -> None:
     """mlx-vlm#1771."""
-    for script, count in ((bytes_ids("🔥"), 2), ([ids_of_byte(0xFF)], 1)):
+    for script, count in ((tokens.of("🔥"), 2), ([tokens.of_byte(0xFF)], 1)):
         body = {"prompt": script, "max_tokens": count}
-        [choice] = echo.complete(**body).json["choices"]
+        [choice] = tokens.server.complete(**body).json["choices"]
         assert choice["finish_reason"] == "length"
-        assert choice["text"] == joined(echo.stream("/v1/completions", body))
+        assert choice["text"] == joined(tokens.server.stream("/v1/completions", body))
         assert "\N{REPLACEMENT CHARACTER}" in choice["text"]
 
 
@@ -281,6 +312,7 @@ def test_echo_with_logprobs(server: Client, max_tokens: int, prompt: Any) -> Non
     assert joined(events) == choice["text"]
     num_prompt = answer.json["usage"]["prompt_tokens"]
     assert len(whole["tokens"]) == num_prompt + max_tokens
+    assert answer.json["usage"]["completion_tokens"] == max_tokens
     assert "".join(whole["tokens"]) == choice["text"]
     assert choice["text"].startswith("The fox 中🔥" if isinstance(prompt, str) else "ab 中 é")
     for token, offset in zip(whole["tokens"], whole["text_offset"], strict=True):
@@ -297,6 +329,12 @@ def test_echo_without_logprobs(echo: Client) -> None:
         joined(echo.stream("/v1/completions", {"prompt": "abc", "echo": True, "max_tokens": 3})) == "abcabc"
     )
     assert echo.text("abc", echo=True, max_tokens=0) == "abc"
+
+
+def test_a_best_of_that_changes_nothing(echo: Client) -> None:
+    assert len(echo.complete("abc", best_of=1).json["choices"]) == 1
+    assert len(echo.complete("abc", n=2, best_of=2).json["choices"]) == 2
+    assert echo.complete("abc", n=2, best_of=3).status == 400
 
 
 def test_what_vllm_adds(server: Client) -> None:

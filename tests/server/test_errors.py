@@ -168,6 +168,39 @@ def test_an_unknown_name_gets_a_suggestion(echo: Client) -> None:
     }
 
 
+@pytest.mark.parametrize(
+    ("route", "name", "hint"),
+    [
+        ("/v1/completions", "guided_json", 'use structured_outputs={"json": ...}'),
+        ("/v1/chat/completions", "guided_choice", 'use structured_outputs={"choice": [...]}'),
+        ("/v1/chat/completions", "functions", "use tools"),
+        ("/v1/chat/completions", "enable_thinking", 'use chat_template_kwargs={"enable_thinking": ...}'),
+        ("/v1/completions", "functions", ""),
+        ("/v1/completions", "max_new_tokens", "did you mean 'max_tokens'?"),
+    ],
+)
+def test_names_of_other_servers(echo: Client, route: str, name: str, hint: str) -> None:
+    answer = echo.post(route, RIGHT[route] | {name: None})
+    assert answer.status == 400
+    assert answer.error["message"].removeprefix(f"there is no parameter {name!r}") == (
+        "; " + hint if hint else ""
+    )
+
+
+def test_a_body_that_is_not_said_to_be_json(echo: Client) -> None:
+    """What `curl -d` sends. A page of another site could send it too, so it is not taken for JSON."""
+    body = json.dumps(RIGHT["/v1/completions"])
+    kind = {"content-type": "application/x-www-form-urlencoded"}
+    answer = echo.request("POST", "/v1/completions", body, kind)
+    assert answer.status == 400
+    assert "send the header Content-Type: application/json" in answer.error["message"]
+
+
+def test_health_without_a_body(echo: Client) -> None:
+    answer = echo.request("HEAD", "/health")
+    assert (answer.status, answer.body) == (200, b"")
+
+
 def test_documentation_works_offline(echo: Client) -> None:
     for path in ("/docs", "/chat"):
         page = echo.get(path)

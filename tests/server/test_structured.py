@@ -57,6 +57,14 @@ def test_a_json_schema(server: Client) -> None:
         assert streamed(server, response_format=form, seed=seed)[0] == choice["message"]["content"]
 
 
+def test_a_response_format_in_completions(server: Client) -> None:
+    form = {"type": "json_schema", "json_schema": {"schema": {"enum": ["fox", 5]}}}
+    assert json.loads(server.text("x", response_format=form, seed=1)) in ("fox", 5)
+    both = server.complete("x", response_format=form, structured_outputs={"regex": "a"})
+    assert both.status == 400
+    assert "cannot be given together" in both.error["message"]
+
+
 def test_any_json_object(server: Client) -> None:
     bias = {str(token): 5 for token in range(3, 320)}  # whatever; the form comes first
     choice = chat(server, response_format={"type": "json_object"}, seed=1, logit_bias=bias)
