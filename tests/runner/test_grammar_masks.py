@@ -69,7 +69,7 @@ def scripts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(GrammarCompiler, "matcher", matcher)
 
 
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def llm(tiny_llama: TinyModel, request: pytest.FixtureRequest) -> Iterator[LLM]:
     """With a step launched before the last one's tokens are known, and on a GPU graphs for other requests."""
     with LLM(tiny_llama.path, device=request.param, async_scheduling=True, **OPTIONS) as llm:
