@@ -25,6 +25,13 @@ STABLE_TORCH_LIBRARY(pagedinfer, m) {
       "float scale, int sliding_window, float logit_cap, Tensor? prefix_start=None, "
       "Tensor? prefix_lens=None, Tensor(c!)? prefix_results=None) -> ()");
 
+  // rotary_store_kv and paged_attention of the newest token of few sequences, in one pass.
+  m.def(
+      "rotary_attention(Tensor positions, Tensor query, Tensor key, Tensor value, "
+      "Tensor cos_sin_cache, Tensor(a!) kv_cache, Tensor slot_mapping, Tensor block_table, "
+      "Tensor seq_lens, Tensor(b!) out, Tensor? query_norm_weight, Tensor? key_norm_weight, "
+      "float epsilon, float scale, int sliding_window, float logit_cap) -> ()");
+
   // ---- cache ----
   // Writes a step's keys and values into the slots of the cache; slot -1 writes nothing.
   m.def("store_kv(Tensor key, Tensor value, Tensor(a!) kv_cache, Tensor slot_mapping) -> ()");
@@ -123,6 +130,7 @@ STABLE_TORCH_LIBRARY(pagedinfer, m) {
   m.impl("attention_plan", TORCH_BOX(&pagedinfer::attention_plan));                             \
   m.impl("paged_attention", TORCH_BOX(&pagedinfer::paged_attention));                           \
   m.impl("store_kv", TORCH_BOX(&pagedinfer::store_kv));                                         \
+  m.impl("rotary_attention", TORCH_BOX(&pagedinfer::rotary_attention));                         \
   m.impl("rotary_store_kv", TORCH_BOX(&pagedinfer::rotary_store_kv));                           \
   m.impl("copy_blocks", TORCH_BOX(&pagedinfer::copy_blocks));                                   \
   m.impl("swap_blocks", TORCH_BOX(&pagedinfer::swap_blocks));                                   \

@@ -27,6 +27,13 @@ void paged_attention(const Tensor& query, const Tensor& kv_cache, const Tensor& 
                      int64_t sliding_window, double logit_cap, std::optional<Tensor> prefix_start,
                      std::optional<Tensor> prefix_lens, std::optional<Tensor> prefix_results);
 
+void rotary_attention(const Tensor& positions, const Tensor& query, const Tensor& key,
+                      const Tensor& value, const Tensor& cos_sin_cache, Tensor kv_cache,
+                      const Tensor& slot_mapping, const Tensor& block_table, const Tensor& seq_lens,
+                      Tensor out, std::optional<Tensor> query_norm_weight,
+                      std::optional<Tensor> key_norm_weight, double epsilon, double scale,
+                      int64_t sliding_window, double logit_cap);
+
 void store_kv(const Tensor& key, const Tensor& value, Tensor kv_cache, const Tensor& slot_mapping);
 void rotary_store_kv(const Tensor& positions, Tensor query, const Tensor& key, const Tensor& value,
                      const Tensor& cos_sin_cache, Tensor kv_cache, const Tensor& slot_mapping,

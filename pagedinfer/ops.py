@@ -310,6 +310,87 @@ def rotary_store_kv(
     )
 
 
+MAX_ROTARY_ATTENTION_GROUP = 16
+"""The most query heads to a KV head for which `rotary_attention` has a kernel on a GPU."""
+
+ROTARY_ATTENTION_HEAD_DIMS = (64, 128)
+"""The head_dims for which it has one."""
+
+
+def rotary_attention(
+    positions: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cos_sin_cache: Tensor,
+    kv_cache: Tensor,
+    slot_mapping: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    *,
+    scale: float,
+    sliding_window: int = 0,
+    logit_cap: float = 0.0,
+    query_norm_weight: Tensor | None = None,
+    key_norm_weight: Tensor | None = None,
+    epsilon: float = 1e-6,
+    out: Tensor | None = None,
+) -> Tensor:
+    """`rotary_store_kv` and `paged_attention` of the newest token of each of few sequences, in one launch.
+
+    Row i of query, key and value is the newest of the seq_lens[i] tokens of sequence i.
+
+    On a GPU all but query, key and value, the earlier tokens in the cache among it, is read before the
+    kernels ahead in the stream have ended: none of these that may still be under way may write it. A kernel
+    that does not begin early itself, as torch's, is waited for with all before it by the next.
+
+    Args:
+        positions: int64 [num_seqs], contiguous; as in `rotary_embedding`.
+        query: dtype [num_seqs, num_heads, head_dim], only read; head_dim is contiguous, heads begin at
+            multiples of 16 bytes (a split view of a fused QKV is fine). On a GPU fp16 or bf16, a head_dim of
+            `ROTARY_ATTENTION_HEAD_DIMS` and at most `MAX_ROTARY_ATTENTION_GROUP` heads to a KV head.
+        key, value: dtype [num_seqs, num_kv_heads, head_dim], likewise.
+        cos_sin_cache: float32 [max_position, head_dim], contiguous: all of a head is rotated.
+        kv_cache: dtype, one layer's view; takes the newest keys and values.
+        slot_mapping: int64 [num_seqs], contiguous: where block_table has the newest token; -1 for a sequence
+            of length 0.
+        block_table: int32 [num_seqs, max_blocks]; as in `paged_attention`.
+        seq_lens: int32 [num_seqs], contiguous: tokens of each sequence, the newest included; 0: none, and
+            the row of `out` is zeros.
+        scale, sliding_window, logit_cap: as in `paged_attention`.
+        query_norm_weight, key_norm_weight, epsilon: as in `rotary_store_kv`.
+        out: dtype [num_seqs, num_heads, head_dim], contiguous; allocated if not given.
+
+    Returns:
+        `out`.
+
+    Raises:
+        ValueError: shapes, dtypes, devices, alignments or strides that do not fit; on the CPU also lengths,
+            positions, slots and block ids that do not.
+    """
+    if out is None:
+        out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    _ops.rotary_attention(
+        positions,
+        query,
+        key,
+        value,
+        cos_sin_cache,
+        kv_cache,
+        slot_mapping,
+        block_table,
+        seq_lens,
+        out,
+        query_norm_weight,
+        key_norm_weight,
+        epsilon,
+        scale,
+        sliding_window,
+        logit_cap,
+    )
+    return out
+
+
 def copy_blocks(kv_cache: Tensor, mapping: Tensor) -> None:
     """Copies whole blocks within a cache: block `mapping[i, 0]` to block `mapping[i, 1]`.
 
@@ -1008,6 +1089,7 @@ def _register_fakes() -> None:
         "attention_plan",
         "paged_attention",
         "store_kv",
+        "rotary_attention",
         "rotary_store_kv",
         "copy_blocks",
         "swap_blocks",

@@ -113,6 +113,35 @@ def rotary_store_kv(device: torch.device) -> None:
                 )
 
 
+def rotary_attention(device: torch.device) -> None:
+    """Lengths of none, of one token and of more than a cluster takes in a turn; norms, window, cap."""
+    lens = torch.tensor([1, 0, 1100], dtype=torch.int32, device=device)
+    table = torch.zeros(3, 69, dtype=torch.int32, device=device)
+    table[2] = torch.arange(1, 70)
+    slots = torch.tensor([0, -1, 69 * BLOCK_SIZE + 1099 % BLOCK_SIZE], device=device)
+    for dtype in (torch.float16, torch.bfloat16):
+        cache = torch.zeros(70, 2, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM, device=device, dtype=dtype)
+        query, key, value = (part[:3] for part in fused_qkv(device, dtype))
+        norm = torch.ones(HEAD_DIM, device=device, dtype=dtype)
+        for weight, window in ((None, 0), (norm, 40)):
+            ops.rotary_attention(
+                torch.tensor([0, 0, 4], device=device),
+                query,
+                key,
+                value,
+                cos_sin_table(device),
+                cache,
+                slots,
+                table,
+                lens,
+                scale=0.1,
+                sliding_window=window,
+                logit_cap=5.0,
+                query_norm_weight=weight,
+                key_norm_weight=weight,
+            )
+
+
 def copy_blocks(device: torch.device) -> None:
     mapping = torch.tensor([[0, 1], [1, 2], [2, 0], [1, 4], [3, 5]])
     for width in (1, 24, 3000):
@@ -185,7 +214,7 @@ def skinny_linear(device: torch.device) -> None:
         for rows, features, in_features in ((1, 10, 8), (3, 40, 1096)):
             input = torch.randn(rows, in_features, device=device).to(dtype)
             weight = torch.randn(features, in_features, device=device).to(dtype)
-            stream = ops.skinny_linear(input, weight, bias=weight[:, 0].contiguous())
+            stream = ops.skinny_linear(input, weight, weight[:, 0].contiguous())
             ops.skinny_linear(input, weight, norm_weight=weight[0], residual=stream, out=stream)
             ops.skinny_linear(input, weight, gated=True)
 
@@ -243,6 +272,7 @@ CALLS: dict[str, Call] = {
     "attention_plan": attention,
     "paged_attention": attention,
     "store_kv": store_kv,
+    "rotary_attention": rotary_attention,
     "rotary_store_kv": rotary_store_kv,
     "copy_blocks": copy_blocks,
     "swap_blocks": swap_blocks,

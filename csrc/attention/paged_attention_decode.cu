@@ -36,14 +36,13 @@
 #include "attention/launchers.cuh"
 #include "attention/mma_primitives.cuh"
 #include "attention/partial_results.cuh"
+#include "attention/warp_attention.cuh"
 #include "common/dependent_launch.cuh"
 
 namespace pagedinfer::attention {
 
 namespace {
 
-constexpr unsigned kWarpMask = ~0u;
-constexpr int kWarpTokens = 16;
 constexpr int kMinStages = 2, kMaxStages = 6;
 
 // What a block needs at the ends of its parts only; in registers it would crowd the loop.
@@ -53,27 +52,9 @@ struct BlockState {
 };
 
 template <int HEAD_DIM>
-struct DecodeTraits {
-  // A head_dim of 256 has two warps a block and walks a tile in two steps: as many bytes in flight.
-  static constexpr int kWarps = HEAD_DIM <= 128 ? 4 : 2;
-  static constexpr int kThreads = kWarps * 32;
-  static constexpr int kStepTokens = kWarps * kWarpTokens;
-  static constexpr int kSteps = kTileTokens / kStepTokens;  // of a tile
-
-  using Rows = TileRows<HEAD_DIM>;
-  static constexpr int kRowsBytes = kWarpTokens * Rows::kRowBytes;  // K or V of a warp's 16 tokens
-  static constexpr int kWarpStageBytes = 2 * kRowsBytes;
-  static constexpr int kStageBytes = kWarps * kWarpStageBytes;
-
-  // Q in registers; of a head_dim of 256 it would not fit there beside O.
-  static constexpr bool kSharedQuery = HEAD_DIM > 128;
-  static constexpr int kQueryBytes = kSharedQuery ? kDecodeRows * Rows::kRowBytes : 0;
-  static constexpr int kScalesBytes = kWarps * kDecodeRows * static_cast<int>(sizeof(float2));
-  static constexpr int kTailBytes =
-      kQueryBytes + kScalesBytes + static_cast<int>(sizeof(BlockState));
-
-  static_assert(kWarpStageBytes >= WarpSums<HEAD_DIM>::kFloats * 4);
-};
+constexpr int kTailBytes =
+    DecodeTraits<HEAD_DIM>::kQueryBytes + DecodeTraits<HEAD_DIM>::kScalesBytes +
+    static_cast<int>(sizeof(BlockState));
 
 // Where the block's copies stand: always some steps ahead of the arithmetic. The block ids of the
 // next step are fetched when the step before it is issued.
@@ -196,172 +177,6 @@ struct TileLoader {
       }
     }
     fetch_ids();
-  }
-};
-
-// The attention of one warp over its share of a unit's keys.
-template <typename T, int HEAD_DIM>
-struct WarpAttention {
-  using Traits = DecodeTraits<HEAD_DIM>;
-  using Rows = TileRows<HEAD_DIM>;
-  static constexpr int kSlices = HEAD_DIM / 16;
-
-  uint32_t query[Traits::kSharedQuery ? 1 : kSlices][4];
-  uint32_t shared_query;
-  float sums[HEAD_DIM / 8][4];
-  float maximum[2], sum[2];      // of rows g and g + 8; `sum` of this lane's columns only
-  int last_key[2];               // that the rows see; with a window they see `window` keys up to it
-  int all_see_to, all_see_from;  // keys in between are seen by every row
-
-  // The whole block. `shared`: where Q lies, if in shared memory.
-  __device__ __forceinline__ void start(const KernelParams& p, const SequenceRecord& s,
-                                        const UnitRows& unit, char* shared) {
-    const int group_lane = threadIdx.x % 32 / 4, pair = threadIdx.x % 4;
-    const int kv_head = unit.kv_head, first_row = unit.first_row, rows = unit.rows;
-    const T* rows_of[2];
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int row = first_row + smaller(group_lane + 8 * half, rows - 1);
-      rows_of[half] = static_cast<const T*>(p.op.query) +
-                      decode_row_offset(p, s.query_start, kv_head, row, p.op.query_stride_token,
-                                        p.op.query_stride_head);
-      last_key[half] = s.seq_len - s.query_len + decode_token(p, row);
-      maximum[half] = -INFINITY;
-      sum[half] = 0.0f;
-    }
-    all_see_to = s.seq_len - s.query_len;
-    all_see_from = p.window > 0 ? s.seq_len - p.window : 0;
-    // Rows past the last are zeros: their scores are zeros, and nobody looks at them.
-    if constexpr (Traits::kSharedQuery) {
-      for (int i = threadIdx.x; i < kDecodeRows * Rows::kChunks; i += Traits::kThreads) {
-        const int row = i / Rows::kChunks, chunk = i % Rows::kChunks;
-        const T* from =
-            static_cast<const T*>(p.op.query) +
-            decode_row_offset(p, s.query_start, kv_head, first_row + smaller(row, rows - 1),
-                              p.op.query_stride_token, p.op.query_stride_head);
-        *reinterpret_cast<uint4*>(shared + Rows::offset(row, chunk)) =
-            row < rows ? *reinterpret_cast<const uint4*>(from + chunk * 8) : uint4{0, 0, 0, 0};
-      }
-      shared_query = shared_address(shared);
-      __syncthreads();
-    } else {
-#pragma unroll
-      for (int slice = 0; slice < kSlices; ++slice) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const bool valid = group_lane + 8 * (i & 1) < rows;
-          const T* from = rows_of[i & 1] + slice * 16 + i / 2 * 8 + pair * 2;
-          query[slice][i] = valid ? *reinterpret_cast<const uint32_t*>(from) : 0;
-        }
-      }
-    }
-  }
-
-  // Before a part. Apart from start(), so that the sums take no registers while a part is written.
-  __device__ __forceinline__ void clear() {
-#pragma unroll
-    for (int n = 0; n < HEAD_DIM / 8; ++n) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) sums[n][i] = 0.0f;
-    }
-  }
-
-  // `stage`: K, then V of tokens first .. first + 15.
-  __device__ __forceinline__ void step(const KernelParams& p, uint32_t stage, int first) {
-    const int lane = threadIdx.x % 32;
-
-    float scores[2][4] = {};
-    {
-      const int row = lane / 16 * 8 + lane % 8, half = lane / 8 & 1;
-#pragma unroll(Traits::kSharedQuery ? 4 : kSlices)
-      for (int slice = 0; slice < kSlices; ++slice) {
-        uint32_t k[4];
-        load_matrices(k, stage + Rows::offset(row, slice * 2 + half));
-        constexpr int kKept = Traits::kSharedQuery ? 0 : 1;
-        if constexpr (Traits::kSharedQuery) {
-          load_matrices(query[0], shared_query + Rows::offset(lane % 16, slice * 2 + lane / 16));
-        }
-        multiply_add<T>(scores[0], query[slice * kKept], k[0], k[1]);
-        multiply_add<T>(scores[1], query[slice * kKept], k[2], k[3]);
-      }
-    }
-    if (p.score.capped || p.score.negated) {
-#pragma unroll
-      for (int i = 0; i < 8; ++i) {
-        scores[i / 4][i % 4] = transformed_score(scores[i / 4][i % 4], p.score);
-      }
-    }
-    if (first + kWarpTokens - 1 > all_see_to || first < all_see_from) {
-#pragma unroll
-      for (int i = 0; i < 8; ++i) {
-        const int key = first + i / 4 * 8 + lane % 4 * 2 + i % 2;
-        const int last = last_key[i % 4 / 2];
-        const bool seen = key <= last && (p.window == 0 || key > last - p.window);
-        if (!seen) scores[i / 4][i % 4] = -INFINITY;
-      }
-    }
-
-    float rescale[2];
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      float* low = &scores[0][half * 2];
-      float* high = &scores[1][half * 2];
-      float m = fmaxf(fmaxf(low[0], low[1]), fmaxf(high[0], high[1]));
-      m = fmaxf(m, __shfl_xor_sync(kWarpMask, m, 1));
-      m = fmaxf(m, __shfl_xor_sync(kWarpMask, m, 2));
-      m = fmaxf(maximum[half], m * p.score.factor);
-      const float reference = m == -INFINITY ? 0.0f : m;
-      rescale[half] = exp2_fast(maximum[half] - reference);
-      maximum[half] = m;
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        low[i] = exp2_fast(fmaf(low[i], p.score.factor, -reference));
-        high[i] = exp2_fast(fmaf(high[i], p.score.factor, -reference));
-      }
-      sum[half] = sum[half] * rescale[half] + ((low[0] + low[1]) + (high[0] + high[1]));
-    }
-    // The maximum settles after a few tiles; from then on this is skipped.
-    if (__any_sync(kWarpMask, rescale[0] != 1.0f || rescale[1] != 1.0f)) {
-#pragma unroll
-      for (int n = 0; n < HEAD_DIM / 8; ++n) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) sums[n][i] *= rescale[i / 2];
-      }
-    }
-
-    const uint32_t weights[4] = {
-        pack<T>(scores[0][0], scores[0][1]), pack<T>(scores[0][2], scores[0][3]),
-        pack<T>(scores[1][0], scores[1][1]), pack<T>(scores[1][2], scores[1][3])};
-    {
-      const int row = lane % 16, half = lane / 16;
-      const uint32_t values = stage + Traits::kRowsBytes;
-#pragma unroll
-      for (int slice = 0; slice < kSlices; ++slice) {
-        uint32_t v[4];
-        load_matrices_transposed(v, values + Rows::offset(row, slice * 2 + half));
-        multiply_add<T>(sums[slice * 2], weights, v[0], v[1]);
-        multiply_add<T>(sums[slice * 2 + 1], weights, v[2], v[3]);
-      }
-    }
-  }
-
-  // Leaves the first `rows` rows' results in shared memory.
-  __device__ __forceinline__ void leave(float* sums_to, float2* scales_to, int rows) {
-    const int group_lane = threadIdx.x % 32 / 4, pair = threadIdx.x % 4;
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      float l = sum[half];
-      l += __shfl_xor_sync(kWarpMask, l, 1);
-      l += __shfl_xor_sync(kWarpMask, l, 2);
-      const int row = group_lane + 8 * half;
-      if (row >= rows) continue;
-      if (pair == 0) scales_to[row] = {maximum[half], l};
-#pragma unroll
-      for (int n = 0; n < HEAD_DIM / 8; ++n) {
-        *reinterpret_cast<float2*>(sums_to + WarpSums<HEAD_DIM>::index(row, n * 8 + pair * 2)) = {
-            sums[n][half * 2], sums[n][half * 2 + 1]};
-      }
-    }
   }
 };
 
@@ -503,13 +318,13 @@ cudaError_t launch(KernelParams p, cudaStream_t stream) {
   if (cudaError_t status = device_limits(&limits); status != cudaSuccess) return status;
   // As many stages as leave room for decode_blocks_per_sm blocks; three even if that is one block
   // only.
-  auto stages_in = [](int bytes) { return (bytes - Traits::kTailBytes) / Traits::kStageBytes; };
+  auto stages_in = [](int bytes) { return (bytes - kTailBytes<HEAD_DIM>) / Traits::kStageBytes; };
   const int shared_out =
       stages_in(limits.shared_per_sm / decode_blocks_per_sm(HEAD_DIM) - limits.shared_reserved);
   const int alone = stages_in(limits.shared_per_block);
   p.stages = larger(smaller(shared_out, kMaxStages), smaller(alone, 3));
   if (p.stages < kMinStages) return cudaErrorInvalidConfiguration;
-  const int bytes = p.stages * Traits::kStageBytes + Traits::kTailBytes;
+  const int bytes = p.stages * Traits::kStageBytes + kTailBytes<HEAD_DIM>;
   cudaError_t status =
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
   if (status != cudaSuccess) return status;

@@ -36,27 +36,38 @@ __device__ __forceinline__ void begin_dependent() {
   wait_for_predecessor();
 }
 
-// Launches a kernel that calls wait_for_predecessor(). One that was compiled for an architecture
-// without it, which may run on a newer one, is launched as any other.
+// Launches a kernel that calls wait_for_predecessor(), in clusters of so many blocks. One that was
+// compiled for an architecture without either, which may run on a newer one, is launched as any
+// other.
 template <typename... Params>
-cudaError_t launch_dependent(void (*kernel)(Params...), unsigned blocks, unsigned threads,
-                             int shared_bytes, cudaStream_t stream,
-                             const std::type_identity_t<Params>&... params) {
+cudaError_t launch_dependent_clusters(void (*kernel)(Params...), unsigned blocks, unsigned cluster,
+                                      unsigned threads, int shared_bytes, cudaStream_t stream,
+                                      const std::type_identity_t<Params>&... params) {
   cudaFuncAttributes compiled;
   if (cudaError_t status = cudaFuncGetAttributes(&compiled, kernel); status != cudaSuccess) {
     return status;
   }
-  cudaLaunchAttribute early{};
-  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  early.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchAttribute attributes[2]{};
+  attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attributes[0].val.programmaticStreamSerializationAllowed = 1;
+  attributes[1].id = cudaLaunchAttributeClusterDimension;
+  attributes[1].val.clusterDim.x = cluster;
+  attributes[1].val.clusterDim.y = attributes[1].val.clusterDim.z = 1;
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(blocks);
   config.blockDim = dim3(threads);
   config.dynamicSmemBytes = shared_bytes;
   config.stream = stream;
-  config.attrs = &early;
-  config.numAttrs = compiled.ptxVersion >= 90 ? 1 : 0;
+  config.attrs = attributes;
+  config.numAttrs = compiled.ptxVersion < 90 ? 0 : cluster > 1 ? 2 : 1;
   return cudaLaunchKernelEx(&config, kernel, params...);
+}
+
+template <typename... Params>
+cudaError_t launch_dependent(void (*kernel)(Params...), unsigned blocks, unsigned threads,
+                             int shared_bytes, cudaStream_t stream,
+                             const std::type_identity_t<Params>&... params) {
+  return launch_dependent_clusters(kernel, blocks, 1, threads, shared_bytes, stream, params...);
 }
 
 }  // namespace pagedinfer

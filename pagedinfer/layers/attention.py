@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from torch import Tensor, nn
 
 from pagedinfer import ops
+from pagedinfer.layers import few_rows
 from pagedinfer.layers.norm import RMSNorm
 from pagedinfer.layers.rotary import RotaryEmbedding
 
@@ -26,6 +27,20 @@ class AttentionBatch:
     """int32 [num_seqs]: tokens of each sequence, this step's included; 0 for an unused row."""
     plans: Mapping[int, ops.AttentionPlan]
     """The step's plan for each sliding window that the model has; 0: no window."""
+    newest_only: bool = False
+    """Row i is the newest token of sequence i, of each one row, and no shared prefix is read apart."""
+
+
+class PlansOnDemand(dict[int, ops.AttentionPlan]):
+    """A step's plans, each made when a layer first asks for it: some need none."""
+
+    def __init__(self, make: Callable[[int], ops.AttentionPlan]) -> None:
+        super().__init__()
+        self._make = make
+
+    def __missing__(self, window: int) -> ops.AttentionPlan:
+        plan = self[window] = self._make(window)
+        return plan
 
 
 class PagedAttention(nn.Module):
@@ -118,6 +133,25 @@ class RotaryAttention(PagedAttention):
             query_norm, key_norm: over head_dim, both or neither.
         """
         cache = kv_cache[:, self.layer]
+        if self._takes_one_launch(query, rotary, batch):
+            output = ops.rotary_attention(
+                positions,
+                query,
+                key,
+                value,
+                rotary.cos_sin_cache,
+                cache,
+                batch.slot_mapping,
+                batch.block_table,
+                batch.seq_lens,
+                scale=self.scale,
+                sliding_window=self.sliding_window,
+                logit_cap=self.logit_cap,
+                query_norm_weight=None if query_norm is None else query_norm.weight,
+                key_norm_weight=None if key_norm is None else key_norm.weight,
+                epsilon=1.0 if query_norm is None else query_norm.epsilon,
+            )
+            return output.flatten(1)
         ops.rotary_store_kv(
             positions,
             query,
@@ -131,6 +165,17 @@ class RotaryAttention(PagedAttention):
             epsilon=1.0 if query_norm is None else query_norm.epsilon,
         )
         return self.attend(query, cache, batch)
+
+    def _takes_one_launch(self, query: Tensor, rotary: RotaryEmbedding, batch: AttentionBatch) -> bool:
+        """Whether `ops.rotary_attention` is made for this."""
+        return (
+            batch.newest_only
+            and query.shape[0] <= few_rows.MAX_ATTENTION_ROWS
+            and self.head_dim in ops.ROTARY_ATTENTION_HEAD_DIMS
+            and self.head_dim == rotary.cos_sin_cache.shape[1]
+            and self.num_heads <= ops.MAX_ROTARY_ATTENTION_GROUP * self.num_kv_heads
+            and few_rows.have_kernels(query)
+        )
 
 
 def check_head_dim(head_dim: int) -> None:

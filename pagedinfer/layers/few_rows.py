@@ -2,7 +2,7 @@
 
 There a step's time is that of reading the weights, and of whatever stands between two reads.
 `ops.skinny_linear` begins to read while the kernel ahead still runs, and takes the norm before it and the
-sums after it along: a decoder layer is six launches.
+sums after it along, and `ops.rotary_attention` is all between two of these: a decoder layer is five launches.
 """
 
 from __future__ import annotations
@@ -27,17 +27,26 @@ MAX_ROWS_NARROW = 4
 _NARROW = 2048
 """The same where rows have at most so many features: launches weigh more there, and arithmetic less."""
 
+MAX_ATTENTION_ROWS = 4
+"""Up to here `ops.rotary_attention` has all its blocks on the chip at once, 64 for each of 8 KV heads."""
+
 _MOST_ELEMENTS = 1 << 16  # of an input whose rows, or four, fit into shared memory beside weights
 _ALIGNMENT = 8  # features; 16 bytes, which the kernel reads at once
 
 
 def served(input: Tensor) -> bool:
     """Whether `ops.skinny_linear` is to be used for [num_rows, features] of activations."""
-    if not input.is_cuda or input.dim() != 2 or input.dtype not in (torch.float16, torch.bfloat16):
+    if input.dim() != 2:
         return False
     num_rows, features = input.shape
     most = MAX_ROWS_NARROW if features <= _NARROW else MAX_ROWS
-    return num_rows <= most and _fits(input) and _starts_early(input.device)
+    return num_rows <= most and _fits(input) and have_kernels(input)
+
+
+def have_kernels(input: Tensor) -> bool:
+    """Whether few rows of this dtype have kernels of their own on this device."""
+    half = input.dtype in (torch.float16, torch.bfloat16)
+    return half and input.is_cuda and _starts_early(input.device)
 
 
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

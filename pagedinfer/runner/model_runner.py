@@ -13,7 +13,7 @@ from pagedinfer import ops
 from pagedinfer.distributed.group import SINGLE_RANK, Group
 from pagedinfer.engine.batch import Batch, ScheduledRequest
 from pagedinfer.engine.grammars import GrammarCompiler
-from pagedinfer.layers.attention import AttentionBatch
+from pagedinfer.layers.attention import AttentionBatch, PlansOnDemand
 from pagedinfer.models.causal_lm import CausalLM
 from pagedinfer.models.model_config import ModelConfig
 from pagedinfer.runner.best_tokens import PromptRater
@@ -73,7 +73,6 @@ class ModelRunner:
         self._model = model
         self._config = config
         self._num_heads = config.num_heads // group.size
-        self._windows = sorted(set(config.sliding_windows))
         self._cache = cache
         self._device = device
         self._inputs = InputBatch(
@@ -250,11 +249,14 @@ class ModelRunner:
             return self._model.compute_logits(hidden)
 
     def _attention(self, inputs: ModelInputs, prefixes: ops.SharedPrefixes | None) -> AttentionBatch:
-        plans = {
-            window: ops.attention_plan(
+        num_tokens = inputs.input_ids.shape[0]
+        one_each = inputs.max_query_len == 1 and num_tokens == inputs.seq_lens.shape[0]
+
+        def make_plan(window: int) -> ops.AttentionPlan:
+            return ops.attention_plan(
                 inputs.query_start_loc,
                 inputs.seq_lens,
-                num_tokens=inputs.input_ids.shape[0],
+                num_tokens=num_tokens,
                 max_query_len=inputs.max_query_len,
                 num_heads=self._num_heads,
                 num_kv_heads=self._cache.shape.num_kv_heads,
@@ -263,12 +265,12 @@ class ModelRunner:
                 sliding_window=window,
                 prefixes=None if window else prefixes,
             )
-            for window in self._windows
-        }
+
         return AttentionBatch(
             slot_mapping=inputs.slot_mapping,
             block_table=inputs.block_table,
             query_start_loc=inputs.query_start_loc,
             seq_lens=inputs.seq_lens,
-            plans=plans,
+            plans=PlansOnDemand(make_plan),
+            newest_only=one_each and prefixes is None,
         )

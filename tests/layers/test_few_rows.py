@@ -10,6 +10,7 @@ import torch
 
 from pagedinfer import ops
 from pagedinfer.layers import few_rows
+from pagedinfer.layers.attention import PlansOnDemand
 from pagedinfer.layers.linear import Linear
 from pagedinfer.layers.mlp import GatedMLP
 from pagedinfer.layers.norm import RMSNorm
@@ -114,3 +115,17 @@ def test_linear_of_rows_that_are_not_aligned() -> None:
 
 def test_the_kernel_takes_as_many_rows_as_are_served() -> None:
     assert few_rows.MAX_ROWS <= few_rows.MAX_ROWS_NARROW <= ops.MAX_SKINNY_ROWS
+
+
+def test_a_plan_is_made_when_a_layer_asks_for_it() -> None:
+    made: list[int] = []
+
+    def make(window: int) -> ops.AttentionPlan:
+        made.append(window)
+        return ops.AttentionPlan(torch.empty(0), torch.empty(0), max_query_len=1)
+
+    plans = PlansOnDemand(make)
+    assert made == []
+    assert plans[0] is plans[0]
+    assert plans[7] is not plans[0]
+    assert made == [0, 7]

@@ -54,7 +54,10 @@ def few_rows_served(most: int = few_rows.MAX_ROWS_NARROW) -> Iterator[list[int]]
         served.append(input.shape[0])
         return True
 
-    with mock.patch.object(few_rows, "served", by_rows):
+    with (
+        mock.patch.object(few_rows, "served", by_rows),
+        mock.patch.object(few_rows, "have_kernels", return_value=most > 0),
+    ):
         yield served
 
 
@@ -174,6 +177,7 @@ class PagedModel:
             query_start_loc=query_start_loc,
             seq_lens=lengths,
             plans=plans,
+            newest_only=all(count == 1 for count in counts),
         )
         hidden: Tensor = self.model(
             tensor(input_ids, torch.int64), tensor(positions, torch.int64), cache, batch
