@@ -100,7 +100,9 @@ class Advisor:
         """Steps, finished requests, preemptions, and those of them that recompute."""
         counters = self._scheduler.counters
         finished = sum(counters.num_finished.values())
-        return counters.num_steps, finished, counters.num_preemptions, counters.num_preemptions_recompute
+        # To displace others is what urgent requests are for.
+        preemptions = counters.num_preemptions - counters.num_displaced
+        return counters.num_steps, finished, preemptions, counters.num_preemptions_recompute
 
     def _warn(self, found: list[Advice]) -> None:
         now = time.monotonic()

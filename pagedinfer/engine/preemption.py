@@ -109,7 +109,7 @@ class Preemption:
         self.running.remove(request)
         request.num_preemptions += 1
         num_tokens, num_blocks = request.num_computed_tokens, len(request.block_ids)
-        self._give_up_blocks(request)
+        self._give_up_blocks(request, lack)
         kind: Literal["swap", "recompute"] = (
             "swap" if request.status is RequestStatus.SWAPPED else "recompute"
         )
@@ -118,7 +118,7 @@ class Preemption:
         )
         self.waiting.add(request)
 
-    def _give_up_blocks(self, request: Request) -> None:
+    def _give_up_blocks(self, request: Request, lack: WaitingReason) -> None:
         if request.cpu_block_ids:  # on its way back: all of it is on the CPU still
             self.kv.cancel_swap_in(request)
             self._count_swapped(request)
@@ -130,11 +130,23 @@ class Preemption:
         if mode == "auto":
             num_blocks = self.kv.blocks_for(request.num_computed_tokens)
             prefer_swap = self.costs.prefer_swap(num_blocks, request.num_computed_tokens)
-            mode = "swap" if prefer_swap else "recompute"
+            mode = "swap" if prefer_swap and not self._stays_known(request, lack) else "recompute"
         if mode == "swap" and self.kv.swap_out(request):
             self._count_swapped(request)
         else:
             self._drop(request)
+
+    def _stays_known(self, request: Request, lack: WaitingReason) -> bool:
+        """Whether the prefix cache will still have what it drops: its slot is needed, and not its blocks.
+
+        Older blocks are handed out before its own, if there are as many.
+        """
+        return (
+            lack == "slots"
+            and self.config.enable_prefix_caching
+            and not request.skip_reading_prefix_cache
+            and self.kv.num_free >= len(request.block_ids)
+        )
 
     def _count_swapped(self, request: Request) -> None:
         request.status = RequestStatus.SWAPPED

@@ -49,6 +49,9 @@ def facts_from_metrics(text: str) -> Facts:
     if num_blocks is not None and "block_size" in info:
         settings["num_kv_tokens"] = num_blocks * int(info["block_size"])
     num_steps = int(value("engine_steps_total"))
+    displaces = (
+        info.get("scheduling_policy") == "priority"
+    )  # urgent ones others: no sign of too little memory
     return Facts(
         **settings,
         dtype=info.get("cache_dtype"),
@@ -58,7 +61,7 @@ def facts_from_metrics(text: str) -> Facts:
         max_model_len=limit("max_model_len"),
         num_steps=num_steps,
         num_finished=int(value("request_success_total")),
-        num_preemptions=int(value("num_preemptions_total")),
+        num_preemptions=0 if displaces else int(value("num_preemptions_total")),
         num_recomputed=int(value("preemptions_by_mode_total", mode="recompute")),
         limited_steps={
             reason: int(value("limited_steps_total", reason=reason))

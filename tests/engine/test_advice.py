@@ -148,6 +148,18 @@ def test_more_requests_than_the_cache_holds() -> None:
     assert "thrashing" in run(rig, advisor_of(rig), 16, 4, 50)
 
 
+def test_urgent_requests_that_displace_others_are_no_fault() -> None:
+    rig = Rig(max_num_seqs=2, num_blocks=200, scheduling_policy="priority")
+    advisor = advisor_of(rig)
+    for i in range(16):
+        rig.add(f"r{i}", prompt_of(4, first=i), max_tokens=4, priority=16 - i)
+        rig.step()
+        advisor.note_step()
+    assert rig.scheduler.counters.num_preemptions > 2
+    rig.run()
+    assert "thrashing" not in names(advisor.facts())
+
+
 def test_warnings_are_rare(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pagedinfer.engine.advisor._STEPS", 60)
     monkeypatch.setattr(logging.getLogger("pagedinfer"), "propagate", True)

@@ -49,6 +49,30 @@ def test_an_urgent_request_takes_the_slot_of_the_least_urgent(mode: str) -> None
     assert rig.requests["a"].num_preemptions == 0
 
 
+@pytest.mark.parametrize(("caching", "num_blocks"), [(True, 64), (True, 10), (False, 64)])
+def test_whoever_loses_its_slot_alone_finds_its_blocks_again(caching: bool, num_blocks: int) -> None:
+    """It is not swapped out, if the prefix cache keeps what it drops."""
+    rig = priority_rig(
+        num_blocks=num_blocks, num_cpu_blocks=16, max_model_len=40, enable_prefix_caching=caching
+    )
+    rig.scheduler.costs.prefill_tokens_per_second = 1.0  # to swap is far cheaper than to compute
+    rig.add("a", prompt_of(6), max_tokens=9, priority=1)
+    rig.add("b", prompt_of(17, first=20), max_tokens=9, priority=2)
+    for _ in range(3):
+        rig.step()
+    rig.add("urgent", prompt_of(6, first=30), max_tokens=1, priority=0)
+    rig.step()
+    [preempted] = rig.scheduler.preempted
+    assert (preempted.request_id, preempted.lack) == ("b", "slots")
+    finds = caching and num_blocks == 64
+    assert preempted.kind == ("recompute" if finds else "swap")
+    computed = rig.runner.num_computed
+    rig.step_until(lambda: rig.requests["b"].status is RequestStatus.RUNNING)
+    assert rig.runner.num_computed - computed <= 2 + 4
+    rig.run()
+    rig.check_outputs()
+
+
 def test_an_equally_urgent_request_waits() -> None:
     rig = priority_rig()
     for name in ("a", "b", "c"):
