@@ -11,7 +11,8 @@ goes.
 
 Peers run the same after it, on the same machine (`--vs`). transformers runs each batch as one static,
 left-padded batch, which waits for its slowest request. vLLM runs in a process of its own, from the same
-environment or from `--vllm-path`.
+environment or from `--vllm-path`; llama.cpp too, on a CPU, by the llama-cpp-python of `--llama-python`, with
+the same weights in `--gguf`.
 
 What continuous batching gains over static batches shows in one engine by `--workloads W1,W1/50
 --max-num-seqs 50`, and what batching gains at all by `--workloads W6a,W6b`.
@@ -45,8 +46,10 @@ def main() -> None:
     )
     parser.add_argument("--model", required=True, help="a folder, or one of " + ", ".join(SHAPES))
     parser.add_argument("--workloads", default="1x64x128,16x64x128", help="names, comma-separated")
-    parser.add_argument("--vs", default="", help="peers, comma-separated: transformers, vllm")
+    parser.add_argument("--vs", default="", help="peers, comma-separated: transformers, vllm, llama.cpp")
     parser.add_argument("--vllm-path", default="", help="a folder with vllm, for PYTHONPATH")
+    parser.add_argument("--gguf", type=Path, help="the model for llama.cpp")
+    parser.add_argument("--llama-python", default=sys.executable, help="a Python that has llama-cpp-python")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--repeats", type=int, default=2)
@@ -65,7 +68,7 @@ def main() -> None:
         works = [workload(name, vocab_size) for name in args.workloads.split(",")]
         results: dict[str, Any] = {"machine": machine(), "model": args.model, "rows": []}
         engines = {"pagedinfer": run_pagedinfer}
-        peers = {"transformers": run_transformers, "vllm": run_vllm}
+        peers = {"transformers": run_transformers, "vllm": run_vllm, "llama.cpp": run_llama_cpp}
         for name in filter(None, args.vs.split(",")):
             if name not in peers:
                 raise SystemExit(f"--vs: unknown peer {name!r}; there are {', '.join(peers)}")
@@ -199,13 +202,31 @@ def run_transformers(
 def run_vllm(
     folder: Path, random_weights: bool, works: list[Workload], args: argparse.Namespace
 ) -> list[dict[str, Any]]:
-    """See vllm_peer.py; what it prints beside its results passes through."""
+    """See vllm_peer.py."""
     environment = dict(os.environ)
     if args.vllm_path:
         environment["PYTHONPATH"] = os.pathsep.join([args.vllm_path, environment.get("PYTHONPATH", "")])
     command = [sys.executable, str(Path(__file__).with_name("vllm_peer.py")), str(folder)]
     command += ["--workloads", ",".join(work.name for work in works), "--dtype", args.dtype]
     command += ["--repeats", str(args.repeats)] + ["--dummy"] * random_weights
+    return rows_of_process(command, environment)
+
+
+def run_llama_cpp(
+    folder: Path, random_weights: bool, works: list[Workload], args: argparse.Namespace
+) -> list[dict[str, Any]]:
+    """See llama_cpp_peer.py."""
+    if args.gguf is None:
+        raise SystemExit("--vs llama.cpp needs --gguf FILE, the model for it")
+    vocab_size = json.loads((folder / "config.json").read_text())["vocab_size"]
+    command = [args.llama_python, str(Path(__file__).with_name("llama_cpp_peer.py")), str(args.gguf)]
+    command += ["--workloads", ",".join(work.name for work in works), "--vocab-size", str(vocab_size)]
+    command += ["--threads", str(torch.get_num_threads()), "--repeats", str(args.repeats)]
+    return rows_of_process(command, dict(os.environ))
+
+
+def rows_of_process(command: list[str], environment: dict[str, str]) -> list[dict[str, Any]]:
+    """Runs a peer's script; its results are lines that begin with MARK, the rest passes through."""
     rows = []
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
         for line in process.stdout or ():
@@ -214,7 +235,9 @@ def run_vllm(
             else:
                 print(line, end="", flush=True)
     if process.returncode:
-        raise SystemExit(f"vllm_peer.py ended with {process.returncode} after {len(rows)} workloads")
+        raise SystemExit(
+            f"{Path(command[1]).name} ended with {process.returncode} after {len(rows)} workloads"
+        )
     return rows
 
 
