@@ -21,7 +21,6 @@ class Facts:
     """What is known of an engine: its parameters, and what it has measured. None: not known."""
 
     device: Literal["cuda", "cpu"] | None = None
-    dtype: str | None = None
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
     max_model_len: int | None = None
@@ -227,12 +226,6 @@ def _penalty_by_default(facts: Facts) -> tuple[str, str] | None:
     )
 
 
-def _half_on_a_cpu(facts: Facts) -> tuple[str, str] | None:
-    if facts.device != "cpu" or facts.dtype not in ("float16", "bfloat16"):
-        return None
-    return "float32", f"many CPUs compute {facts.dtype} far more slowly than float32; measure both"
-
-
 RULES: tuple[Rule, ...] = (
     Rule(
         "memory-too-tight",
@@ -341,14 +334,6 @@ RULES: tuple[Rule, ...] = (
         '"vllm", which ignores it, if it is not wanted.',
         "The logits of a request with penalties are written anew in each step before it draws from them.",
         _penalty_by_default,
-    ),
-    Rule(
-        "half-on-a-cpu",
-        "dtype",
-        "float16 or bfloat16 on a CPU.",
-        "float32.",
-        "CPUs without native support convert every product.",
-        _half_on_a_cpu,
     ),
 )
 

@@ -20,7 +20,7 @@ class Advisor:
 
     Args:
         config, scheduler: of the engine.
-        device, dtype: what the engine settled on.
+        device: what the engine settled on.
         repetition_penalty: the model's default.
     """
 
@@ -30,13 +30,11 @@ class Advisor:
         scheduler: Scheduler,
         *,
         device: str,
-        dtype: str,
         repetition_penalty: float = 1.0,
     ) -> None:
         self._config = config
         self._scheduler = scheduler
         self._device = device
-        self._dtype = dtype
         self._repetition_penalty = repetition_penalty
         self._said: dict[str, float] = {}  # when a rule was last warned of
         self._num_running = 0
@@ -72,7 +70,6 @@ class Advisor:
         )
         return Facts(
             device="cuda" if self._device.startswith("cuda") else "cpu",
-            dtype=self._dtype,
             max_num_seqs=limits.max_num_seqs,
             max_num_batched_tokens=limits.max_num_batched_tokens,
             max_model_len=limits.max_model_len,

@@ -100,7 +100,6 @@ class LLMEngine:
             config,
             self.scheduler,
             device=str(self.worker.device),
-            dtype=str(self.worker.dtype).removeprefix("torch."),
             repetition_penalty=self.default_sampling_params.repetition_penalty,
         )
         self.advisor.warn_at_start()

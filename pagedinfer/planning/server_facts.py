@@ -54,7 +54,6 @@ def facts_from_metrics(text: str) -> Facts:
     )  # urgent ones others: no sign of too little memory
     return Facts(
         **settings,
-        dtype=info.get("cache_dtype"),
         scheduling_policy=info.get("scheduling_policy"),
         max_num_seqs=limit("max_num_seqs"),
         max_num_batched_tokens=limit("max_num_batched_tokens"),

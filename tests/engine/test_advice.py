@@ -17,7 +17,6 @@ from tests.engine.rig import Rig, prompt_of
 
 GOOD = Facts(
     device="cuda",
-    dtype="bfloat16",
     max_num_seqs=256,
     max_num_batched_tokens=8192,
     max_model_len=8192,
@@ -45,7 +44,6 @@ FAULTS: dict[str, dict[str, Any]] = {
         "limited_steps": {"blocks": 600},
         "kv_cache_usage": 0.99,
         "device": "cpu",
-        "dtype": "float32",
     },
     "steps-too-small": {"limited_steps": {"tokens": 600}},
     "fewer-tokens-than-slots": {"max_num_batched_tokens": 128},
@@ -55,7 +53,6 @@ FAULTS: dict[str, dict[str, Any]] = {
     "long-steps-before-urgent": {"scheduling_policy": "priority"},
     "idle-cache": {"watermark": 0.5},
     "penalty-by-default": {"repetition_penalty": 1.1},
-    "half-on-a-cpu": {"device": "cpu"},
 }
 
 
@@ -66,7 +63,7 @@ def names(facts: Facts) -> list[str]:
 def test_a_good_engine_gets_no_advice() -> None:
     assert advise(GOOD) == []
     assert advise(Facts()) == []
-    assert advise(Facts(device="cpu", dtype="float32")) == []
+    assert advise(Facts(device="cpu")) == []
 
 
 def test_every_rule_has_a_fault() -> None:
@@ -111,7 +108,7 @@ def test_the_guide_is_current() -> None:
 
 
 def advisor_of(rig: Rig, **config: Any) -> Advisor:
-    return Advisor(EngineConfig(model="m", **config), rig.scheduler, device="cpu", dtype="float32")
+    return Advisor(EngineConfig(model="m", **config), rig.scheduler, device="cpu")
 
 
 def run(rig: Rig, advisor: Advisor, num_requests: int, prompt: int, output: int) -> list[str]:
