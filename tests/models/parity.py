@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tests.models.harness import PagedModel, load
 from tests.tiny_models import VOCAB_SIZE
@@ -48,3 +48,20 @@ def check_parity(path: Path, reference: PreTrainedModel, *, num_tokens: int = 32
     check_logits(model, reference, prompts)
     for prompt, tokens in zip(prompts, model.greedy(prompts, num_tokens), strict=True):
         check_greedy(reference, prompt, tokens)
+
+
+@torch.inference_mode()
+def check_half(path: Path, reference: PreTrainedModel, dtype: torch.dtype, device: str = "cpu") -> None:
+    """In a half type the model is no further from `reference`, in float32, than transformers is."""
+    prompts = random_prompts()
+    half = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="eager")
+    half = half.to(device).eval()
+    found = load(path, device=device, dtype=dtype).logits(prompts, chunk=7)
+    # The mean, not the maximum: a router's near tie may fall either way.
+    ours = theirs = 0.0
+    for prompt, one in zip(prompts, found, strict=True):
+        expected = transformers_logits(reference, prompt)
+        reached = half(torch.tensor([prompt], device=device), use_cache=False).logits[0]
+        ours += float((one.float().cpu() - expected).abs().mean())
+        theirs += float((reached.float().cpu() - expected).abs().mean())
+    assert ours <= 1.5 * theirs + 1e-3

@@ -14,7 +14,7 @@ from pagedinfer.models.registry import FAMILIES, build_model
 from pagedinfer.models.weights import load_weights
 from tests.models.families import CASES, GEMMA, GPT2, OPT, ROTARY, architecture_of, make
 from tests.models.harness import PagedModel
-from tests.models.parity import TOLERANCE, check_parity, random_prompts, transformers_logits
+from tests.models.parity import TOLERANCE, check_half, check_parity, random_prompts, transformers_logits
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -22,6 +22,12 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("name", CASES)
 def test_equals_transformers(name: str, tmp_path: Path) -> None:
     check_parity(tmp_path, make(tmp_path, *CASES[name]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ["Llama, nine heads on three", "GPT-2", "Gemma 2", "Qwen3-MoE"])
+def test_half_types(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    check_half(tmp_path, make(tmp_path, *CASES[name]), dtype)
 
 
 def test_every_family_is_tested() -> None:
