@@ -72,6 +72,9 @@ def main() -> None:
     GrammarCompiler.matcher = lambda self, params: ReadyMasks(  # type: ignore[method-assign]
         vocab_size, args.mask_us / 1e6
     )
+    GrammarCompiler.masks = lambda self, matchers: np.stack(  # type: ignore[method-assign]
+        [np.frombuffer(matcher.compute_bitmask(), np.int32) for matcher in matchers]
+    )
     prompts: list[Any] = [{"prompt_token_ids": [1000 + i + 7 * j for j in range(32)]} for i in range(256)]
     common: dict[str, Any] = {"max_tokens": args.tokens, "ignore_eos": True, "temperature": 0.0}
     kinds = {

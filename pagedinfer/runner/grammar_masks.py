@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -61,23 +62,30 @@ class GrammarMasks:
     def __contains__(self, slot: int) -> bool:
         return slot in self._slots
 
-    def next(self, slot: int) -> Words:
-        """A bit for each token that may come next: int32 [ceil(vocabulary / 32)].
+    def next(self, slots: Sequence[int]) -> Words:
+        """A bit for each token that may come next in these slots: int32 [len(slots), ceil(vocabulary / 32)].
 
         Waits for the tokens of the steps that are under way.
         """
-        constraint = self._slots[slot]
-        output = self._history.output(slot)
-        matcher = constraint.matcher
-        for token in output[constraint.num_consumed :]:
-            if matcher.is_stopped():  # EOS was drawn, and the request goes on for a step or by ignore_eos
-                break
-            matcher.consume_token(token)
-        constraint.num_consumed = len(output)
-        words = np.frombuffer(matcher.compute_bitmask(), np.int32)[: self._num_words].copy()
-        if matcher.is_error():
-            logger.error("a grammar failed: %s", " ".join(matcher.get_error().split())[:300])
-            words[:] = 0  # no token can be drawn, and the request ends with an error
-        if constraint.also_allowed is not None:
-            words &= constraint.also_allowed
+        assert self._grammars is not None
+        constraints = [self._slots[slot] for slot in slots]
+        for slot, constraint in zip(slots, constraints, strict=True):
+            self._follow(constraint, self._history.output(slot))
+        masks = self._grammars.masks([constraint.matcher for constraint in constraints])
+        words = np.ascontiguousarray(masks[:, : self._num_words])
+        for row, constraint in zip(words, constraints, strict=True):
+            if constraint.matcher.is_error():
+                logger.error("a grammar failed: %s", " ".join(constraint.matcher.get_error().split())[:300])
+                row[:] = 0  # no token can be drawn, and the request ends with an error
+            if constraint.also_allowed is not None:
+                row &= constraint.also_allowed
         return words
+
+    def _follow(self, constraint: _Constraint, output: list[int]) -> None:
+        for token in output[constraint.num_consumed :]:
+            if (
+                constraint.matcher.is_stopped()
+            ):  # EOS came, and the request goes on for a step or by ignore_eos
+                break
+            constraint.matcher.consume_token(token)
+        constraint.num_consumed = len(output)

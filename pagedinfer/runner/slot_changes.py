@@ -229,8 +229,7 @@ class SlotChanges:
         """What the grammars of these slots allow for the token that is about to be drawn."""
         if not slots:
             return
-        rows = np.stack([self._masks.next(slot) for slot in slots])
-        (uploaded,) = upload([rows], self._device)
+        (uploaded,) = upload([self._masks.next(slots)], self._device)
         (where,) = upload([np.array(slots, np.int64)], self._device)
         self._allowed().index_copy_(0, where, uploaded)
 

@@ -146,3 +146,25 @@ def test_parameters_go_to_other_processes() -> None:
     again = StructuredOutputsParams.from_mapping(params.structured_outputs.to_dict())
     assert again == params.structured_outputs
     assert hash(again) == hash(params.structured_outputs)
+
+
+def test_many_masks_at_once_are_those_of_each_alone() -> None:
+    texts = {
+        "json": ({"json": {"type": "object", "properties": {"a": {"type": "integer"}}}}, '{"a": '),
+        "regex": ({"regex": "[ab]{5}c"}, "ab"),
+        "choice": ({"choice": ["fox", "dog and cat"]}, "dog"),
+        "ended": ({"choice": ["fox"]}, "fox"),
+    }
+    matchers = []
+    for params, text in texts.values():
+        for count in range(len(TOKENIZER.encode(text)) + 1):
+            matcher = GRAMMARS.matcher(StructuredOutputsParams(**params))
+            matcher.try_consume_tokens(TOKENIZER.encode(text)[:count])
+            matchers.append(matcher)
+    together = GRAMMARS.masks(matchers)
+    assert together.shape == (len(matchers), -(-VOCAB_SIZE // 32))
+    for matcher, mask in zip(matchers, together, strict=True):
+        alone = np.frombuffer(matcher.compute_bitmask(), np.int32)[: together.shape[1]]
+        assert mask.tolist() == alone.tolist() == GRAMMARS.masks([matcher])[0].tolist()
+        assert mask.any()
+    assert GRAMMARS.masks([]).shape == (0, -(-VOCAB_SIZE // 32))

@@ -66,7 +66,11 @@ def scripts(monkeypatch: pytest.MonkeyPatch) -> None:
         assert params.regex is not None
         return ScriptedMatcher(int(params.regex))
 
+    def masks(self: GrammarCompiler, matchers: list[ScriptedMatcher]) -> Any:
+        return np.stack([np.frombuffer(matcher.compute_bitmask(), np.int32) for matcher in matchers])
+
     monkeypatch.setattr(GrammarCompiler, "matcher", matcher)
+    monkeypatch.setattr(GrammarCompiler, "masks", masks)
 
 
 @pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
