@@ -9,8 +9,11 @@
 // dependent (dependent_launch.cuh). Invariants: slot -1 stores nothing; a position outside the
 // table rotates nothing. Template parameters: T, the element type; kVec, elements of a vector: as
 // many as 16 bytes hold, or one where rows do not start at such multiples; kUnits; kHeads;
-// kInterleaved, which elements are a pair; kNormed, whether query or key has a norm.
+// kInterleaved, which elements are a pair; kNormed, whether query or key has a norm; kExact, that
+// every thread has kHeads heads and rotates all it holds of them, and that blocks hold a power of
+// two of tokens: without the questions there are fewer registers and more threads at once.
 #include "cache/rotary_store_kv_cuda.h"
+#include "cache/slot_place.cuh"
 #include "common/dependent_launch.cuh"
 #include "layers/elements.cuh"
 #include "layers/row_math.cuh"
@@ -42,10 +45,12 @@ __device__ __forceinline__ Unit unit_of(int u, int half) {
   return {u * kVec, u * kVec + half, true};
 }
 
-template <typename T, int kVec, int kUnits, int kHeads, bool kInterleaved, bool kNormed>
+template <typename T, int kVec, int kUnits, int kHeads, bool kInterleaved, bool kNormed,
+          bool kExact>
 __global__ void __launch_bounds__(kMaxThreads)
     rotary_store_kv_kernel(const __grid_constant__ RotaryStoreKvParams p, int log2_lanes,
                            int log2_block_size) {
+  if constexpr (kExact) __builtin_assume(log2_block_size >= 0);
   const int64_t token = blockIdx.x;
   const int head_dim = static_cast<int>(p.head_dim), half = static_cast<int>(p.rotary_dim / 2);
   const int num_heads = static_cast<int>(p.num_heads);
@@ -60,13 +65,17 @@ __global__ void __launch_bounds__(kMaxThreads)
   Unit units[kUnits];
 #pragma unroll
   for (int j = 0; j < kUnits; ++j) {
-    units[j] = unit_of<kVec, kInterleaved>(lane + j * lanes, half);
+    const int u = lane + j * lanes;
+    units[j] =
+        kExact ? Unit{u * kVec, u * kVec + half, true} : unit_of<kVec, kInterleaved>(u, half);
   }
 
-  begin_dependent();
-  const int64_t position = p.positions[token];
-  const int64_t slot = p.slot_mapping[token];
-  const bool in_table = position >= 0 && position < p.max_position;
+  const auto has_head = [&](int head) { return kExact || head < all_heads; };
+  const auto holds = [&](int element) { return kExact || element < head_dim; };
+  const auto rotates = [&](int j) { return kExact || units[j].rotated; };
+
+  int64_t position = 0, slot = 0;
+  bool in_table = false;
   Angles<kVec> angles[kUnits];
   // Of the query's and of the key's norm, at each unit's two vectors.
   Vector<T, kVec> weights[kNormed ? 2 : 1][kUnits][2];
@@ -74,19 +83,36 @@ __global__ void __launch_bounds__(kMaxThreads)
   // Every thread of a warp takes part in every round, for the sums of the norm.
   for (int first_head = 0; first_head < all_heads; first_head += num_groups * kHeads) {
     const auto head_of = [&](int h) { return first_head + h * num_groups + group; };
-    Vector<T, kVec> a[kHeads][kUnits], b[kHeads][kUnits];
+    const T* sources[kHeads];
 #pragma unroll
     for (int h = 0; h < kHeads; ++h) {
       const int head = head_of(h), kv_head = head - num_heads;
-      const T* source = head < num_heads ? query + head * p.query_stride_head
-                        : kv_head < num_kv_heads
-                            ? key + kv_head * p.key_stride_head
-                            : value + (kv_head - num_kv_heads) * p.value_stride_head;
+      sources[h] = head < num_heads ? query + head * p.query_stride_head
+                   : kv_head < num_kv_heads
+                       ? key + kv_head * p.key_stride_head
+                       : value + (kv_head - num_kv_heads) * p.value_stride_head;
+    }
+    if (first_head == 0) {
+      let_successor_start();
+      if (p.num_tokens < kManyTokens && threadIdx.x == 0) {
+        ask_for_line(p.positions + token);
+        ask_for_line(p.slot_mapping + token);
+      }
+      wait_for_predecessor();
+      position = p.positions[token];
+      slot = p.slot_mapping[token];
+      in_table = position >= 0 && position < p.max_position;
+    }
+    Vector<T, kVec> a[kHeads][kUnits], b[kHeads][kUnits];
+#pragma unroll
+    for (int h = 0; h < kHeads; ++h) {
+      const int head = head_of(h);
+      const T* source = sources[h];
 #pragma unroll
       for (int j = 0; j < kUnits; ++j) {
-        if (head >= all_heads) continue;
-        if (units[j].first < head_dim) a[h][j] = load_vector<kVec>(source + units[j].first);
-        if (units[j].second < head_dim) b[h][j] = load_vector<kVec>(source + units[j].second);
+        if (!has_head(head)) continue;
+        if (holds(units[j].first)) a[h][j] = load_vector<kVec>(source + units[j].first);
+        if (holds(units[j].second)) b[h][j] = load_vector<kVec>(source + units[j].second);
       }
     }
     if (first_head == 0) {
@@ -99,8 +125,8 @@ __global__ void __launch_bounds__(kMaxThreads)
 #pragma unroll
           for (int j = 0; j < kUnits; ++j) {
             const auto [first, second, rotated] = units[j];
-            if (first < head_dim) weights[kind][j][0] = load_vector<kVec>(weight + first);
-            if (second < head_dim) weights[kind][j][1] = load_vector<kVec>(weight + second);
+            if (holds(first)) weights[kind][j][0] = load_vector<kVec>(weight + first);
+            if (holds(second)) weights[kind][j][1] = load_vector<kVec>(weight + second);
           }
         }
       }
@@ -108,7 +134,7 @@ __global__ void __launch_bounds__(kMaxThreads)
 #pragma unroll
       for (int j = 0; j < kUnits; ++j) {
         const int u = lane + j * lanes;
-        if (units[j].rotated) angles[j].load(cos + u * kVec, cos + half + u * kVec);
+        if (rotates(j)) angles[j].load(cos + u * kVec, cos + half + u * kVec);
       }
     }
 
@@ -118,14 +144,14 @@ __global__ void __launch_bounds__(kMaxThreads)
       const bool is_query = head < num_heads;
       const bool is_key = !is_query && head < num_heads + num_kv_heads;
       const int kv_head = head - num_heads;  // V's heads follow K's, here and in the cache
-      const int length = head < all_heads ? head_dim : 0;
+      const auto stores = [&](int element) { return has_head(head) && holds(element); };
 
       if constexpr (kNormed) {
         float sum = 0.0f;
 #pragma unroll
         for (int j = 0; j < kUnits; ++j) {
-          if (units[j].first < length) sum += sum_of_squares(a[h][j]);
-          if (units[j].second < length) sum += sum_of_squares(b[h][j]);
+          if (stores(units[j].first)) sum += sum_of_squares(a[h][j]);
+          if (stores(units[j].second)) sum += sum_of_squares(b[h][j]);
         }
         for (int offset = lanes / 2; offset > 0; offset /= 2) {
           sum += __shfl_xor_sync(0xffffffff, sum, offset);
@@ -148,46 +174,56 @@ __global__ void __launch_bounds__(kMaxThreads)
       if (!is_query && slot < 0) continue;
       T* destination = query + head * p.query_stride_head;
       if (!is_query) {
-        const int64_t block = log2_block_size >= 0 ? slot >> log2_block_size : slot / p.block_size;
-        const int64_t row = kv_head * p.block_size + (slot - block * p.block_size);
-        destination = static_cast<T*>(p.kv_cache) + block * p.cache_stride_block + row * p.head_dim;
+        const auto [block, row] = place_of_slot(slot, p.block_size, log2_block_size);
+        destination = static_cast<T*>(p.kv_cache) + block * p.cache_stride_block +
+                      (kv_head * p.block_size + row) * p.head_dim;
       }
 #pragma unroll
       for (int j = 0; j < kUnits; ++j) {
-        if (units[j].rotated && in_table && (is_query || is_key)) {
+        if (rotates(j) && in_table && (is_query || is_key)) {
           rotate_pairs<kInterleaved>(a[h][j], b[h][j], angles[j]);
         }
-        if (units[j].first < length) store_vector(destination + units[j].first, a[h][j]);
-        if (units[j].second < length) store_vector(destination + units[j].second, b[h][j]);
+        if (stores(units[j].first)) store_vector(destination + units[j].first, a[h][j]);
+        if (stores(units[j].second)) store_vector(destination + units[j].second, b[h][j]);
       }
     }
+    if constexpr (kExact) break;
   }
-}
-
-// -1 unless `n` is a power of two: then slots are divided the slow way.
-int log2_or_none(int64_t n) {
-  int log2 = 0;
-  while (int64_t{1} << log2 < n) ++log2;
-  return int64_t{1} << log2 == n ? log2 : -1;
 }
 
 template <typename T, int kVec, int kUnits, int kHeads>
 cudaError_t launch(const RotaryStoreKvParams& p, int64_t units, cudaStream_t stream) {
   int log2_lanes = 0;
   while ((int64_t{kUnits} << log2_lanes) < units) ++log2_lanes;
-  const int64_t groups = (p.num_heads + 2 * p.num_kv_heads + kHeads - 1) / kHeads;
+  const int log2_block_size = log2_or_none(p.block_size);
+  const int64_t heads = p.num_heads + 2 * p.num_kv_heads;
+  const int64_t groups = (heads + kHeads - 1) / kHeads;
   const int64_t all_threads = groups << log2_lanes;
+  const bool normed = p.query_norm_weight != nullptr || p.key_norm_weight != nullptr;
+  const auto launch_as = [&](auto kernel, int64_t threads) {
+    return launch_dependent(kernel, static_cast<unsigned>(p.num_tokens),
+                            static_cast<unsigned>(threads), 0, stream, p, log2_lanes,
+                            log2_block_size);
+  };
+  if constexpr (kVec > 1) {
+    const bool rotates_all = p.rotary_dim == p.head_dim && p.head_dim == 2 * kVec * units &&
+                             units == int64_t{kUnits} << log2_lanes;
+    const bool whole_groups = groups * kHeads == heads && all_threads <= kMaxThreads &&
+                              (!normed || all_threads % kWarp == 0);  // the norm's sums take warps
+    if (!p.interleaved && rotates_all && whole_groups && log2_block_size >= 0) {
+      return launch_as(normed ? rotary_store_kv_kernel<T, kVec, kUnits, kHeads, false, true, true>
+                              : rotary_store_kv_kernel<T, kVec, kUnits, kHeads, false, false, true>,
+                       all_threads);
+    }
+  }
   const int64_t threads =
       all_threads < kMaxThreads ? (all_threads + kWarp - 1) / kWarp * kWarp : kMaxThreads;
-  const bool normed = p.query_norm_weight != nullptr || p.key_norm_weight != nullptr;
-  const auto kernel = p.interleaved
-                          ? normed ? rotary_store_kv_kernel<T, kVec, kUnits, kHeads, true, true>
-                                   : rotary_store_kv_kernel<T, kVec, kUnits, kHeads, true, false>
-                      : normed ? rotary_store_kv_kernel<T, kVec, kUnits, kHeads, false, true>
-                               : rotary_store_kv_kernel<T, kVec, kUnits, kHeads, false, false>;
-  return launch_dependent(kernel, static_cast<unsigned>(p.num_tokens),
-                          static_cast<unsigned>(threads), 0, stream, p, log2_lanes,
-                          log2_or_none(p.block_size));
+  return launch_as(
+      p.interleaved ? normed ? rotary_store_kv_kernel<T, kVec, kUnits, kHeads, true, true, false>
+                             : rotary_store_kv_kernel<T, kVec, kUnits, kHeads, true, false, false>
+      : normed      ? rotary_store_kv_kernel<T, kVec, kUnits, kHeads, false, true, false>
+                    : rotary_store_kv_kernel<T, kVec, kUnits, kHeads, false, false, false>,
+      threads);
 }
 
 }  // namespace
@@ -211,7 +247,8 @@ cudaError_t launch_rotary_store_kv(const RotaryStoreKvParams& p, cudaStream_t st
     } else if (p.num_tokens < kManyTokens) {
       return launch<T, kVec, 1, 1>(p, units, stream);
     } else {
-      return launch<T, kVec, 1, 2>(p, units, stream);
+      constexpr int kHeads = sizeof(T) == 2 ? 2 : 1;  // two of float32 take too many registers
+      return launch<T, kVec, 1, kHeads>(p, units, stream);
     }
   });
 }

@@ -31,6 +31,20 @@ __device__ __forceinline__ void wait_for_predecessor() {
 #endif
 }
 
+// Both have something brought into the second-level cache: `bytes` from `address` on, multiples of
+// 16 both, or the line in which `address` lies. They may stand before wait_for_predecessor(), since
+// whatever a kernel writes is seen there: nothing stale is read. Worth it for what the kernel
+// before does not write; what it writes is there already.
+__device__ __forceinline__ void ask_for(const void* address, int bytes) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(address), "r"(bytes) : "memory");
+#endif
+}
+
+__device__ __forceinline__ void ask_for_line(const void* address) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(address) : "memory");
+}
+
 __device__ __forceinline__ void begin_dependent() {
   let_successor_start();
   wait_for_predecessor();
