@@ -118,27 +118,27 @@ struct RowPasses {
   // The code of the first token in the order. Its logit is not finite if the row cannot be sampled.
   __device__ uint64_t find_first(const uint4 (&raw)[kChunk]) {
     float best = -INFINITY, poison = -INFINITY;
-    int best_vector = -1;
+    int best_column = -1;
     row.scan_chunk_and_rest(raw, [&](int vector, const float (&x)[kVector]) {
       float most = x[0];
 #pragma unroll
       for (int i = 1; i < kVector; ++i) most = max_or_nan(most, x[i]);
       poison = max_or_nan(poison, most);
       if (most > best) {
+        int place = kVector - 1;
+#pragma unroll
+        for (int i = kVector - 2; i >= 0; --i) {
+          if (x[i] == most) place = i;
+        }
         best = most;
-        best_vector = vector;
+        best_column = row.first_column(vector) + place;
       }
     });
     uint64_t code = kLastCode;
     if (!(poison < INFINITY)) {
       code = 0;
-    } else if (best_vector >= 0) {
-      float x[kVector];
-      row.read(best_vector, row.num_vectors, x);
-#pragma unroll
-      for (int i = kVector - 1; i >= 0; --i) {
-        if (x[i] == best) code = order_code(best, row.first_column(best_vector) + i);
-      }
+    } else if (best_column >= 0) {
+      code = order_code(best, best_column);
     }
     return team_min(code, shared.first_code);
   }

@@ -98,7 +98,7 @@ struct Row {
     uint4 raw = {none, none, none, none};
     if (vector >= end) return raw;
     if (!kAligned && (vector == 0 || vector == num_vectors - 1)) return load_end(vector);
-    return __ldg(vectors + vector);
+    return vectors[vector];
   }
 
   // The same of the row's first or last vector, column by column: not a byte outside the row is
@@ -111,7 +111,7 @@ struct Row {
 #pragma unroll
     for (int i = 0; i < kVector; ++i) {
       const int column = first_column(vector) + i;
-      const uint32_t bits = column < 0 || column >= vocab_size ? none : __ldg(row + column);
+      const uint32_t bits = column < 0 || column >= vocab_size ? none : row[column];
       words[i * sizeof(T) / 4] |= bits << (i * sizeof(T) % 4 * 8);
     }
     return {words[0], words[1], words[2], words[3]};

@@ -15,11 +15,14 @@
 //   the draw    from the weights of each warp's stretch of the row; only one stretch is read again
 //
 // Shared memory: 42 KB a block. Row strides and addresses are free. Padding rows (slot -1) return
-// at once. Invariants: whatever decides is an integer or a comparison, so that neither the team's
-// size nor timing shows in the result; a barrier of the team (Team::sync) lies between a block's
-// last read of another's shared memory and the next write there.
+// at once. The launch is dependent (dependent_launch.cuh), so no load of logits may be one through
+// the non-coherent cache, which compilers move. Invariants: whatever decides is an integer or a
+// comparison, so that neither the team's size nor timing shows in the result; a barrier of the team
+// (Team::sync) lies between a block's last read of another's shared memory and the next write
+// there.
 #include <cmath>
 
+#include "common/dependent_launch.cuh"
 #include "sampler/change_logits_cuda.h"
 #include "sampler/row_shortlist.cuh"
 #include "sampler/sample_tokens_cuda.h"
@@ -36,6 +39,7 @@ using namespace sampling;
 template <typename T, bool kAligned>
 __global__ void __launch_bounds__(kThreads, 2)
     sample_tokens_kernel(const __grid_constant__ SampleTokensParams p) {
+  begin_dependent();
   __shared__ Shared shared;
   const int64_t r = blockIdx.x / Team::size();
   const Row<T, kAligned> row(static_cast<const T*>(p.logits) + r * p.row_stride,

@@ -21,7 +21,8 @@ inline int team_size(int64_t num_rows, int64_t row_bytes, int multiprocessors) {
   return team;
 }
 
-// `row_bytes`: what of a row is read.
+// `row_bytes`: what of a row is read. The kernel begins with begin_dependent()
+// (common/dependent_launch.cuh).
 template <typename Params>
 cudaError_t launch_teams(void (*kernel)(Params), const Params& params, int64_t num_rows,
                          int64_t row_bytes, cudaStream_t stream) {
@@ -33,21 +34,24 @@ cudaError_t launch_teams(void (*kernel)(Params), const Params& params, int64_t n
   if (status != cudaSuccess) return status;
   status = cudaFuncGetAttributes(&attributes, reinterpret_cast<const void*>(kernel));
   if (status != cudaSuccess) return status;
-  // There are clusters if the code that this device runs was compiled for them.
+  // There are clusters, and dependent launches, if the code that this device runs was compiled for
+  // them.
   const int team =
       attributes.ptxVersion >= 90 ? team_size(num_rows, row_bytes, multiprocessors) : 1;
 
-  cudaLaunchAttribute cluster{};
-  cluster.id = cudaLaunchAttributeClusterDimension;
-  cluster.val.clusterDim.x = static_cast<unsigned>(team);
-  cluster.val.clusterDim.y = 1;
-  cluster.val.clusterDim.z = 1;
+  cudaLaunchAttribute how[2]{};
+  how[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  how[0].val.programmaticStreamSerializationAllowed = 1;
+  how[1].id = cudaLaunchAttributeClusterDimension;
+  how[1].val.clusterDim.x = static_cast<unsigned>(team);
+  how[1].val.clusterDim.y = 1;
+  how[1].val.clusterDim.z = 1;
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(static_cast<unsigned>(num_rows * team));
   config.blockDim = dim3(kThreads);
   config.stream = stream;
-  config.attrs = &cluster;
-  config.numAttrs = team > 1 ? 1 : 0;
+  config.attrs = how;
+  config.numAttrs = attributes.ptxVersion < 90 ? 0 : team > 1 ? 2 : 1;
   return cudaLaunchKernelEx(&config, kernel, params);
 }
 

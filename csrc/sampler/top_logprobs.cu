@@ -3,9 +3,11 @@
 // Grid: a team of blocks per row, as in sample_tokens.cu. Passes over a row: its largest logit; the
 // tokens at the top, which give the boundary after the first num_top (more passes only for many
 // ties, or if hardly any token has a probability to speak of); then, in one, the sum of weights,
-// the token's rank and the list of the tokens up to the boundary. Shared memory: 42 KB a block.
+// the token's rank and the list of the tokens up to the boundary. Shared memory: 42 KB a block. The
+// launch is dependent (dependent_launch.cuh).
 #include <cmath>
 
+#include "common/dependent_launch.cuh"
 #include "sampler/change_logits.h"
 #include "sampler/row_boundary.cuh"
 #include "sampler/team_launch.cuh"
@@ -64,6 +66,7 @@ struct RowLogprobs : RowBoundary<T, kAligned> {
 template <typename T, bool kAligned>
 __global__ void __launch_bounds__(kThreads, 2)
     top_logprobs_kernel(const __grid_constant__ TopLogprobsParams p) {
+  begin_dependent();
   __shared__ Shared shared;
   const int64_t r = blockIdx.x / Team::size();
   const bool is_first_thread = Team::rank() == 0 && threadIdx.x == 0;
