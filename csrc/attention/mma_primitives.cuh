@@ -167,6 +167,12 @@ struct TileRows {
   static __device__ __forceinline__ uint32_t offset(int row, int chunk) {
     return row * kRowBytes + (kSwizzled ? chunk ^ (row & 7) : chunk) * 16;
   }
+
+  // Where chunk 2 i + c of a row lies, given where its chunk c < 2 does; rows begin at multiples of
+  // 128 bytes. The same in one instruction.
+  static __device__ __forceinline__ uint32_t slice(uint32_t address, int i) {
+    return kSwizzled ? (address ^ (i % 4 * 32)) + i / 4 * 128 : address + i * 32;
+  }
 };
 
 // How THREADS threads walk rows of CHUNKS 16-byte chunks: the j-th chunk of thread `thread`.

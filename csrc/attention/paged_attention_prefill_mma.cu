@@ -79,29 +79,57 @@ __device__ __forceinline__ void load_queries(const KernelParams& p, const TileWo
   }
 }
 
-// Starts the copies of K and V of one tile of keys; `ids`: the blocks it lies in.
+// The copies of K and V of a tile of keys, in steps of one 16-byte chunk a thread, which the loop
+// starts between the products: computing their addresses then costs nothing.
 template <typename T, int HEAD_DIM>
-__device__ __forceinline__ void load_keys(const KernelParams& p, const TileWork& work, int tile,
-                                          const int* ids, uint32_t shared) {
+struct KeyCopier {
   using Traits = PrefillTraits<HEAD_DIM>;
   using Rows = TileRows<HEAD_DIM>;
   using Walk = ChunkWalk<kThreads, Rows::kChunks>;
-  const HeadPages<T, HEAD_DIM> pages(p, work.kv_head);
-  const int offset_mask = (1 << p.block_shift) - 1;
-  const int first = tile * Traits::kKeys;
-  const unsigned seen_keys = work.tile.seq_len - work.key_begin;
   static_assert(Traits::kKeys * Rows::kChunks % kThreads == 0);
-#pragma unroll(Walk::kWholeRows ? 8 : 1)  // where j changes the column, unrolling would spill
-  for (int j = 0; j < Traits::kKeys * Rows::kChunks / kThreads; ++j) {
-    const int row = Walk::row(threadIdx.x, j), chunk = Walk::chunk(threadIdx.x, j);
-    const bool valid = static_cast<unsigned>(first + row - work.key_begin) < seen_keys;
-    const char* from = pages.page(p, ids[row >> p.block_shift]) +
-                       ((first + row) & offset_mask) * (HEAD_DIM * 2) + chunk * 16;
-    const uint32_t to = shared + Rows::offset(row, chunk);
-    copy_async(to, from, valid);
-    copy_async(to + Traits::kKeyBytes, from + pages.value_bytes, valid);
+  static constexpr int kSteps = Traits::kKeys * Rows::kChunks / kThreads;
+  static constexpr int kStepRows = kThreads / Rows::kChunks;
+  // The rows of a step lie in one block of the cache, which is then the same for all threads.
+  static constexpr bool kStepInBlock = Walk::kWholeRows && kStepRows <= kMinBlockSize;
+
+  const KernelParams& p;
+  const uint4 *keys, *values;  // of the head, in block 0
+  int key_begin;
+  unsigned seen_keys;
+
+  __device__ __forceinline__ KeyCopier(const KernelParams& p, const TileWork& work)
+      : p(p), key_begin(work.key_begin), seen_keys(work.tile.seq_len - work.key_begin) {
+    const HeadPages<T, HEAD_DIM> pages(p, work.kv_head);
+    keys = reinterpret_cast<const uint4*>(pages.base);
+    values = keys + pages.value_bytes / 16;
   }
-}
+
+  // Step j of the tile that begins with key `first`, in the blocks `ids`. Where there is no such
+  // tile nothing is read, and `ids` may be anything.
+  __device__ __forceinline__ void start(int j, bool exists, int first, const int* ids,
+                                        uint32_t shared) const {
+    const int row = Walk::row(threadIdx.x, j), chunk = Walk::chunk(threadIdx.x, j);
+    const bool valid = static_cast<unsigned>(first - key_begin + row) < (exists ? seen_keys : 0);
+    const int in_block = kStepInBlock ? j * kStepRows : row;
+    const int row_of_block = (first + in_block) & ((1 << p.block_shift) - 1);
+    const auto chunk_of_block =
+        static_cast<uint32_t>((row_of_block + row - in_block) * Rows::kChunks + chunk);
+    const auto id = static_cast<uint32_t>(ids[in_block >> p.block_shift]);
+    const uint64_t from = static_cast<uint64_t>(id) * p.block_vectors + chunk_of_block;
+    // Eight rows on everything repeats.
+    const uint32_t to = kStepRows % 8 == 0 && Walk::kWholeRows
+                            ? shared + Rows::offset(Walk::row(threadIdx.x, 0), chunk) +
+                                  j * kStepRows * Rows::kRowBytes
+                            : shared + Rows::offset(row, chunk);
+    copy_async(to, keys + from, valid);
+    copy_async(to + Traits::kKeyBytes, values + from, valid);
+  }
+
+  __device__ __forceinline__ void start_all(int first, const int* ids, uint32_t shared) const {
+#pragma unroll(Walk::kWholeRows ? 8 : 1)  // where j changes the column, unrolling would spill
+    for (int j = 0; j < kSteps; ++j) start(j, true, first, ids, shared);
+  }
+};
 
 // The `index`th tile of rows of the groups; false: there are not so many.
 __device__ bool shared_tile(const KernelParams& p, int index, PrefillTile* tile) {
@@ -145,6 +173,7 @@ __global__ __launch_bounds__(kThreads,
                              2) void prefill_mma_kernel(const __grid_constant__ KernelParams p) {
   using Traits = PrefillTraits<HEAD_DIM>;
   using Rows = TileRows<HEAD_DIM>;
+  using Copier = KeyCopier<T, HEAD_DIM>;
   constexpr int kRowTiles = Traits::kRowTiles;
   constexpr int kKeys = Traits::kKeys;
   constexpr int kKeyTiles = kKeys / 8;  // n8 tiles of S
@@ -161,7 +190,13 @@ __global__ __launch_bounds__(kThreads,
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const uint32_t queries = shared_address(shared);
   const uint32_t keys = queries + Traits::kQueryBytes;
+  // Where a lane's rows of the matrices that it loads lie: of Q and V, 16 by 16; of K, 16 by 16
+  // with the quarters in another order.
+  const uint32_t own_queries = queries + warp * Traits::kWarpRows * Rows::kRowBytes;
+  const uint32_t lane_rows = Rows::offset(lane % 16, lane / 16);
+  const uint32_t lane_keys = Rows::offset(lane / 16 * 8 + lane % 8, lane / 8 & 1);
   const int32_t* table = p.op.block_table + work.tile.seq * p.op.block_table_stride;
+  const Copier copier(p, work);
   // Thread i fetches the id of the i-th block of the n-th tile from the end. Tokens outside the
   // sequence take the id of one inside: it is not used, and no other may be read.
   auto fetch_ids = [&](int n) {
@@ -178,7 +213,7 @@ __global__ __launch_bounds__(kThreads,
     commit_copies();
     wait_copies<0>();
     __syncthreads();
-    load_keys<T, HEAD_DIM>(p, work, work.first_tile + work.num_tiles - 1, ids[0], keys);
+    copier.start_all((work.first_tile + work.num_tiles - 1) * kKeys, ids[0], keys);
     if (work.num_tiles > 1) fetch_ids(1);
   }
   commit_copies();
@@ -194,13 +229,10 @@ __global__ __launch_bounds__(kThreads,
     wait_copies<0>();
     __syncthreads();  // tile n and the ids of tile n + 1 are there, and everybody is done with n -
                       // 1
-    if (next < work.num_tiles) {
-      load_keys<T, HEAD_DIM>(p, work, key_tile - 1, ids[next & 1],
-                             keys + (next & 1) * 2 * Traits::kKeyBytes);
-      // Into the place of this tile's ids, which have served.
-      if (next + 1 < work.num_tiles) fetch_ids(next + 1);
-      commit_copies();
-    }
+    const bool goes_on = next < work.num_tiles;
+    static_assert(Copier::kSteps <= HEAD_DIM / 16);  // the slices below start them all
+    // Into the place of this tile's ids, which have served.
+    if (next + 1 < work.num_tiles) fetch_ids(next + 1);
     const uint32_t k_tile = keys + (n & 1) * 2 * Traits::kKeyBytes;
     const uint32_t v_tile = k_tile + Traits::kKeyBytes;
 
@@ -208,17 +240,19 @@ __global__ __launch_bounds__(kThreads,
     float scores[kRowTiles][kKeyTiles][4] = {};
 #pragma unroll
     for (int slice = 0; slice < HEAD_DIM / 16; ++slice) {
+      if (slice < Copier::kSteps) {
+        copier.start(slice, goes_on, (key_tile - 1) * kKeys, ids[next & 1],
+                     keys + (next & 1) * 2 * Traits::kKeyBytes);
+      }
       uint32_t q[kRowTiles][4];
 #pragma unroll
       for (int r = 0; r < kRowTiles; ++r) {
-        load_matrices(q[r], queries + Rows::offset(warp * Traits::kWarpRows + r * 16 + lane % 16,
-                                                   slice * 2 + lane / 16));
+        load_matrices(q[r], Rows::slice(own_queries + lane_rows, slice) + r * 16 * Rows::kRowBytes);
       }
 #pragma unroll
       for (int pair = 0; pair < kKeyTiles / 2; ++pair) {
         uint32_t k[4];
-        load_matrices(k, k_tile + Rows::offset(pair * 16 + lane / 16 * 8 + lane % 8,
-                                               slice * 2 + (lane / 8 & 1)));
+        load_matrices(k, Rows::slice(k_tile + lane_keys, slice) + pair * 16 * Rows::kRowBytes);
 #pragma unroll
         for (int r = 0; r < kRowTiles; ++r) {
           multiply_add<T>(scores[r][pair * 2], q[r], k[0], k[1]);
@@ -226,6 +260,7 @@ __global__ __launch_bounds__(kThreads,
         }
       }
     }
+    commit_copies();
 
     if (p.score.capped || p.score.negated) {
 #pragma unroll
@@ -317,7 +352,7 @@ __global__ __launch_bounds__(kThreads,
       for (int slice = 0; slice < HEAD_DIM / 16; ++slice) {
         uint32_t v[4];
         load_matrices_transposed(v,
-                                 v_tile + Rows::offset(c * 16 + lane % 16, slice * 2 + lane / 16));
+                                 Rows::slice(v_tile + lane_rows, slice) + c * 16 * Rows::kRowBytes);
 #pragma unroll
         for (int r = 0; r < kRowTiles; ++r) {
           multiply_add<T>(sums[r][slice * 2], weights[r], v[0], v[1]);

@@ -43,9 +43,9 @@ struct TileWork {
     num_tiles = larger(0, smaller(part, tiles - first_tile));
   }
 
-  // The last key that a row of the tile sees; rows that do not exist are counted on.
+  // The last key that a row of a tile of the plan sees; rows that do not exist are counted on.
   __device__ __forceinline__ int last_key(const KernelParams& p, int row) const {
-    return tile.seq_len - tile.query_len + (tile.first_row + row) / p.group;
+    return all_see_to + RowPlace(p, first_head, row).token;
   }
 
   // Whether some row does not see all keys of a tile.
