@@ -35,9 +35,10 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from model_shapes import SHAPES, write_shape
+from plots import draw_bars
 from step_profile import StepProfile
 from vllm_peer import MARK
-from workloads import Batch, Workload, timed, workload
+from workloads import DESCRIPTIONS, Batch, Workload, timed, workload
 
 
 def main() -> None:
@@ -56,9 +57,11 @@ def main() -> None:
     parser.add_argument("--enforce-eager", action="store_true", help="no CUDA graphs")
     parser.add_argument("--no-async-scheduling", action="store_true", help="steps do not overlap")
     parser.add_argument("--max-num-seqs", type=int)
+    parser.add_argument("--max-num-batched-tokens", type=int)
     parser.add_argument("--tensor-parallel-size", type=int, default=1)
     parser.add_argument("--profile", action="store_true", help="show where a step's time goes")
     parser.add_argument("--json", type=Path, help="write the results here too")
+    parser.add_argument("--plot", type=Path, help="draw them into this SVG file")
     args = parser.parse_args()
 
     with tempfile.TemporaryDirectory() as scratch:
@@ -80,6 +83,8 @@ def main() -> None:
     if args.json:
         args.json.parent.mkdir(parents=True, exist_ok=True)
         args.json.write_text(json.dumps(results, indent=1))
+    if args.plot:
+        plot(results, args.plot)
 
 
 def machine() -> dict[str, Any]:
@@ -91,6 +96,17 @@ def machine() -> dict[str, Any]:
         "torch": torch.__version__,
         "python": platform.python_version(),
     }
+
+
+def plot(results: dict[str, Any], path: Path) -> None:
+    """A bar for each engine and workload."""
+    bars = []
+    for row in results["rows"]:
+        name, _, size = row["workload"].partition("/")
+        label = f"{row['engine']}: {DESCRIPTIONS.get(name, name)}"
+        bars.append((label + f", in batches of {size}" * bool(size), row["output_tok_s"]))
+    machine = f"{results['machine']['gpu']}, torch {results['machine']['torch']}"
+    draw_bars(path, f"output tokens a second, {results['model']}", bars, machine)
 
 
 def print_row(row: dict[str, Any]) -> None:
@@ -115,6 +131,7 @@ def run_pagedinfer(
         max_model_len=max(work.max_context for work in works) + 16,
         skip_tokenizer_init=True,
         max_num_seqs=args.max_num_seqs,
+        max_num_batched_tokens=args.max_num_batched_tokens,
         enforce_eager=args.enforce_eager,
         tensor_parallel_size=args.tensor_parallel_size,
         async_scheduling=False if args.no_async_scheduling else None,

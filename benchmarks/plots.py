@@ -158,6 +158,28 @@ def _draw(path: Path, panels: Sequence[Panel], machine: str) -> None:
     path.write_text("\n".join([*lines, "</svg>", ""]))
 
 
+def draw_bars(path: Path, title: str, bars: Sequence[tuple[str, float]], machine: str) -> None:
+    """A horizontal bar for each (name, number)."""
+    left, step, full = 330, 22, 300
+    width, height = left + full + 70, 34 + step * len(bars) + 14
+    highest = max(number for _, number in bars)
+    lines = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" '
+        f'height="{height}" font-family="sans-serif" font-size="10">',
+        f'<rect width="{width}" height="{height}" fill="white"/>',
+        _text(left, 15, title, size=11),
+    ]
+    for i, (name, number) in enumerate(bars):
+        top, length = 26 + step * i, round(full * number / highest, 1)
+        lines.append(_text(left - 6, top + 12, name, anchor="end"))
+        colour = OTHER_COLOURS[0] if name.startswith("pagedinfer") else OTHER_COLOURS[2]
+        lines.append(f'<rect x="{left}" y="{top}" width="{length}" height="{step - 6}" fill="{colour}"/>')
+        lines.append(_text(left + length + 5, top + 12, f"{number:,.0f}"))
+    lines.append(_text(width - 6, height - 5, machine, anchor="end", colour="gray"))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("\n".join([*lines, "</svg>", ""]))
+
+
 def _panel(panel: Panel) -> Iterator[str]:
     points = [point for series in panel.series.values() for point in series]
     low, high = (pick(x for x, _ in points) for pick in (min, max))
