@@ -187,6 +187,7 @@ class BatchDecoder:
         self._names: dict[int, str] = {}  # of the requests in the slots
         self._requests: list[ScheduledRequest] = []
         self._grown: list[ScheduledRequest] = []  # those that had new blocks in the last batch
+        self._all_decode = False
 
     def decode(self, contents: bytes) -> Batch:
         """What `BatchEncoder.encode` was given. Its requests change with the next call."""
@@ -197,6 +198,7 @@ class BatchDecoder:
             self._go_on()
         else:
             self._requests = self._make(sent.requests)
+            self._all_decode = False
         self._grown = [self._requests[position] for position in sent.new_block_ids]
         for request, block_ids in zip(self._grown, sent.new_block_ids.values(), strict=True):
             request.new_block_ids = block_ids
@@ -219,10 +221,15 @@ class BatchDecoder:
     def _go_on(self) -> None:
         for request in self._grown:
             request.new_block_ids = []
+        if self._all_decode:
+            for request in self._requests:
+                request.start += 1
+            return
         for request in self._requests:
             request.start += request.num_tokens
             request.num_tokens = 1
             request.sample = True
+        self._all_decode = True
 
 
 def encode_result(step: int, output: StepOutput, swap_timings: list[tuple[int, float]]) -> bytes:
