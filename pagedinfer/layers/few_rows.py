@@ -56,6 +56,11 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return functional.linear(input, weight, bias)
 
 
+def gated_linear(input: Tensor, layer: Linear) -> Tensor:
+    """silu(left half) * right half of a linear layer, for an input that is `served`."""
+    return ops.skinny_linear(input, layer.weight, layer.bias, gated=True)
+
+
 def _fits(input: Tensor) -> bool:
     num_rows, features = input.shape
     return features % _ALIGNMENT == 0 and num_rows * features <= _MOST_ELEMENTS
