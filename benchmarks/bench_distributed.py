@@ -6,7 +6,8 @@
 `driver` sends steps to ranks that compute nothing and answer at once: the time from `execute` to the step's
 result is what an engine with ranks has to spend on each step, collectives apart, and one in a single process
 has not. `all-reduce` times the sum of a bfloat16 tensor over the ranks: in a CUDA graph, as steps of decodes
-have it, by NCCL and over peer memory; and by NCCL alone, one call after another without a graph.
+have it, by NCCL and over peer memory, alone and with the norm that follows (rows of 4,096); and by NCCL,
+one call after another without a graph.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from pagedinfer.distributed.worker_group import WorkerGroup
 from pagedinfer.engine.batch import Batch, ScheduledRequest, StepOutput
 from pagedinfer.models.model_config import ModelConfig
 
-SIZES = (8 << 10, 64 << 10, 256 << 10, 1 << 20, 2 << 20, 4 << 20, 16 << 20)
+SIZES = (8 << 10, 64 << 10, 128 << 10, 256 << 10, 512 << 10, 1 << 20, 2 << 20, 4 << 20, 16 << 20)
 CALLS_IN_A_GRAPH = 50
 
 
@@ -160,11 +161,13 @@ def bench_all_reduce(num_ranks: int) -> dict[str, Any]:
         f"{num_ranks} x {torch.cuda.get_device_name()}; us an all-reduce, bus bandwidth of the graph by NCCL"
     )
     for row in rows:
-        peer = "-" if row["peer_us"] is None else f"{row['peer_us']:.1f}"
+        peer, peer_norm = (
+            "-" if row[name] is None else f"{row[name]:.1f}" for name in ("peer_us", "peer_norm_us")
+        )
         print(
-            f"{row['bytes'] >> 10:>6} KiB   NCCL in a graph {row['nccl_graph_us']:8.1f}   "
-            f"NCCL one by one {row['nccl_us']:8.1f}   peer memory in a graph {peer:>8}   "
-            f"{row['bus_gb_s']:6.1f} GB/s"
+            f"{row['bytes'] >> 10:>6} KiB   in a graph: NCCL {row['nccl_graph_us']:8.1f}   peer memory "
+            f"{peer:>8}   with a norm: NCCL {row['nccl_norm_us']:8.1f}   peer memory {peer_norm:>8}   "
+            f"NCCL one by one {row['nccl_us']:8.1f}   {row['bus_gb_s']:6.1f} GB/s"
         )
     return {"ranks": num_ranks, "gpu": torch.cuda.get_device_name(), "rows": rows}
 
@@ -183,21 +186,26 @@ def rank_that_sums(rank: int, size: int, store: str) -> None:
     peers = None
     try:
         peers = PeerAllReduce(SIZES[-1], rank, device, group.tell_all)
-    except Exception as error:
+        peers.check()
+    except RuntimeError as error:
         print(f"rank {rank}: no peer memory: {error}", file=sys.stderr)
     if not group.least([peers is not None])[0]:
         peers = None
     rows = []
+    weight = torch.ones(4096, dtype=torch.bfloat16, device=device)
     for num_bytes in SIZES:
         tensor = torch.zeros(num_bytes // 2, dtype=torch.bfloat16, device=device)
-        row: dict[str, Any] = {"bytes": num_bytes, "peer_us": None}
+        norm = tensor.view(-1, 4096), torch.zeros_like(tensor).view(-1, 4096), weight, 1e-5
+        row: dict[str, Any] = {"bytes": num_bytes, "peer_us": None, "peer_norm_us": None}
         row["nccl_us"] = time_alone(lambda t=tensor: group.all_reduce(t))
         row["nccl_graph_us"] = time_in_graph(lambda t=tensor: group.all_reduce(t))
+        row["nccl_norm_us"] = time_in_graph(lambda args=norm: group.all_reduce_norm(*args))
         row["bus_gb_s"] = 2 * (size - 1) / size * num_bytes / row["nccl_graph_us"] / 1e3
         if peers is not None and peers.takes(tensor):
             check_sum(peers, tensor, rank, size)
             tensor.zero_()
             row["peer_us"] = time_in_graph(lambda t=tensor: peers.all_reduce(t))
+            row["peer_norm_us"] = time_in_graph(lambda args=norm: peers.all_reduce_norm(*args))
         rows.append(row)
     print(json.dumps(rows), flush=True)
     torch.cuda.synchronize()

@@ -938,12 +938,14 @@ def keep_tokens(slots: Tensor, token_ids: Tensor, last_tokens: Tensor) -> None:
 # ---- distributed -----------------------------------------------------------------------------------
 
 NUMBERS_OF_PEERS = (1, 2, 4, 8)
-PEER_HEADER_BYTES = 4096
+PEER_HEADER_BYTES = 8192
+MOST_PUSHED_BYTES = 256 << 10
+"""Tensors up to this size are sent to the other GPUs, twice their size; larger ones are read by them."""
 
 
 def peer_memory_bytes(max_bytes: int) -> int:
     """Bytes of memory that a rank needs for `peer_all_reduce` of tensors up to `max_bytes`."""
-    return PEER_HEADER_BYTES + 2 * max_bytes
+    return PEER_HEADER_BYTES + 2 * max_bytes + 2 * NUMBERS_OF_PEERS[-1] * 2 * MOST_PUSHED_BYTES
 
 
 def peer_all_reduce(data: Tensor, memories: Tensor, rank: int, max_bytes: int) -> None:

@@ -26,7 +26,7 @@ void wait_for(const uint32_t* arrived, uint32_t call) {
 
 void peer_all_reduce_cpu(const PeerAllReduceParams& p) {
   PeerHeader* own = header_of(p.memories[p.rank]);
-  const uint32_t call = ++own->calls[0];
+  const uint32_t call = own->calls[0] = call_after(own->calls[0]);
   const int64_t buffer = kPeerHeaderBytes + (call % 2) * p.max_bytes;
   std::memcpy(p.memories[p.rank] + buffer, p.data, static_cast<size_t>(p.num_bytes));
   for (int r = 0; r < p.num_ranks; ++r) {

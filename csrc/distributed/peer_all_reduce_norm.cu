@@ -2,9 +2,10 @@
 // and layers/rms_norm.h, with the same roundings as the two ops one after the other.
 //
 // Tensors: data, residual, dtype [num_rows, hidden], dense; weight, dtype [hidden]; memories, of
-// each rank. Grid: kPeerPieces blocks; a block owns a run of whole rows. Shared memory: each warp's
-// sums of squares, of kRows rows. Template parameters: T, the element type; kRanks; kPerThread,
-// vectors of 16 bytes that a thread has of a row.
+// each rank. Grid: one block for each of num_pieces() runs of whole rows. Shared memory: each
+// warp's sums of squares, of kRows rows. Template parameters: T, the element type; Exchange, how
+// vectors come from rank to rank (peer_exchange.cuh); kPerThread, vectors of 16 bytes that a thread
+// has of a row.
 //
 // kRows rows are under way at once, for the way to the other GPU and back. Rows too long for that
 // are left to the two kernels.
@@ -52,35 +53,40 @@ __device__ __forceinline__ void sum_over_block(float (&sums)[kRows]) {
   }
 }
 
-template <typename T, int kRanks, int kPerThread>
+template <typename T, typename Exchange, int kPerThread>
 __global__ void __launch_bounds__(kThreads, 1)
     peer_all_reduce_norm_kernel(const __grid_constant__ PeerAllReduceParams p,
                                 const __grid_constant__ RmsNormParams norm) {
-  constexpr int kVec = kPeerVectorBytes / sizeof(T), kRows = kRowsAtOnce<kRanks, kPerThread>;
+  constexpr int kRanks = Exchange::kRanks, kRows = kRowsAtOnce<kRanks, kPerThread>;
+  constexpr int kVec = kPeerVectorBytes / sizeof(T);
   using V = Vector<T, kVec>;
-  begin_dependent();
-  const int piece = blockIdx.x, thread = threadIdx.x;
-  const uint32_t call = count_call(p, piece);
+  const int piece = blockIdx.x, pieces = gridDim.x, thread = threadIdx.x;
   const int num_rows = static_cast<int>(norm.num_rows);
   const int vectors = static_cast<int>(norm.hidden / kVec);
-  const int per_piece = (num_rows + kPeerPieces - 1) / kPeerPieces;
+  const int per_piece = (num_rows + pieces - 1) / pieces;
   const int begin = min(piece * per_piece, num_rows), end = min(begin + per_piece, num_rows);
-  if (begin == end) return;
 
-  const int64_t buffer = buffer_offset(p, call);
-  const auto buffer_of = [&](int rank) { return reinterpret_cast<V*>(p.memories[rank] + buffer); };
-  V* data = static_cast<V*>(p.data);
-  V* residual = static_cast<V*>(norm.residual);
-  for (int i = begin * vectors + thread; i < end * vectors; i += kThreads) {
-    buffer_of(p.rank)[i] = data[i];
-  }
-  V weights[kPerThread];
+  let_successor_start();
+  V weights[kPerThread];  // which no kernel writes
 #pragma unroll
   for (int j = 0; j < kPerThread; ++j) {
     const int i = thread + j * kThreads;
-    if (i < vectors) weights[j] = static_cast<const V*>(norm.weight)[i];
+    if (i < vectors && begin < end) weights[j] = static_cast<const V*>(norm.weight)[i];
   }
-  meet_peers<kRanks>(p, piece, call);
+  wait_for_predecessor();
+  const uint32_t call = begin_call(p);
+  if (begin == end) {
+    end_call(p, call);
+    return;
+  }
+
+  const Exchange exchange(p, call);
+  V* data = static_cast<V*>(p.data);
+  V* residual = static_cast<V*>(norm.residual);
+  for (int i = begin * vectors + thread; i < end * vectors; i += kThreads) {
+    exchange.give(i, data[i]);
+  }
+  exchange.meet();
 
   for (int first = begin; first < end; first += kRows) {
     V loaded[kRows][kPerThread][kRanks], x[kRows][kPerThread];
@@ -90,9 +96,8 @@ __global__ void __launch_bounds__(kThreads, 1)
       for (int j = 0; j < kPerThread; ++j) {
         const int in_row = thread + j * kThreads, i = (first + r) * vectors + in_row;
         if (first + r >= end || in_row >= vectors) continue;
-#pragma unroll
-        for (int rank = 0; rank < kRanks; ++rank) loaded[r][j][rank] = buffer_of(rank)[i];
         x[r][j] = residual[i];
+        exchange.take(i, loaded[r][j]);
       }
     }
     float sums[kRows] = {};
@@ -116,7 +121,7 @@ __global__ void __launch_bounds__(kThreads, 1)
         sums[r] += sum_of_squares(x[r][j]);
       }
     }
-    sum_over_block(sums);
+    sum_over_block(sums);  // after which all threads have given away what is overwritten here
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
       const float factor = rsqrtf(sums[r] / static_cast<float>(norm.hidden) + norm.epsilon);
@@ -128,6 +133,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       }
     }
   }
+  end_call(p, call);
 }
 
 // Vectors of a row that a thread may have: what there are registers for.
@@ -142,9 +148,10 @@ bool fits(const RmsNormParams& norm, int num_ranks) {
 
 template <typename T, int kPerThread>
 cudaError_t launch(const PeerAllReduceParams& p, const RmsNormParams& norm, cudaStream_t stream) {
-  return with_ranks(p.num_ranks, [&]<int kRanks>() {
-    if constexpr (kPerThread <= most_per_thread(kRanks)) {
-      return launch_dependent(peer_all_reduce_norm_kernel<T, kRanks, kPerThread>, kPeerPieces,
+  const int pieces = num_pieces(p, norm.num_rows);
+  return with_exchange(p, [&]<typename Exchange>() {
+    if constexpr (kPerThread <= most_per_thread(Exchange::kRanks)) {
+      return launch_dependent(peer_all_reduce_norm_kernel<T, Exchange, kPerThread>, pieces,
                               kThreads, 0, stream, p, norm);
     } else {
       return cudaErrorInvalidValue;  // not reached: see fits()

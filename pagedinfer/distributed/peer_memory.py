@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import Tensor
 
 HANDLE_BYTES = 64
 _ENABLE_PEER_ACCESS = 1
+_NATIVE_ATOMICS = 3  # an attribute of two GPUs
 
 
 class _Handle(ctypes.Structure):
@@ -36,6 +38,7 @@ class PeerMemory:
         except OSError as error:
             raise RuntimeError(f"CUDA's driver cannot be loaded: {error}") from None
         own = ctypes.c_uint64()
+        self._num_bytes = num_bytes
         self._call("cuMemAlloc_v2", ctypes.byref(own), ctypes.c_size_t(num_bytes))
         self._own = own.value
         self._opened: list[int] = []
@@ -62,6 +65,20 @@ class PeerMemory:
             self._opened.append(theirs.value)
             addresses.append(theirs.value)
         return torch.tensor(addresses, dtype=torch.int64)
+
+    def fill(self, word: int) -> None:
+        """Sets all words of 4 bytes of this process's piece."""
+        count = ctypes.c_size_t(self._num_bytes // 4)
+        self._call("cuMemsetD32_v2", ctypes.c_uint64(self._own), ctypes.c_uint(word), count)
+
+    def are_linked(self, devices: Sequence[int]) -> bool:
+        """Whether GPUs are joined by NVLink rather than by PCIe, which has no atomics on a peer's memory."""
+        value = ctypes.c_int()
+        for one, other in itertools.permutations(devices, 2):
+            self._call("cuDeviceGetP2PAttribute", ctypes.byref(value), _NATIVE_ATOMICS, one, other)
+            if not value.value:
+                return False
+        return True
 
     def close(self) -> None:
         """Gives it back; nothing may be using it any more, here or elsewhere."""

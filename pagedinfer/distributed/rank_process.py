@@ -30,6 +30,7 @@ from pagedinfer.distributed.messages import (
     encode,
     encode_result,
 )
+from pagedinfer.distributed.peer_all_reduce import most_bytes
 from pagedinfer.distributed.rank_monitor import RankMonitor
 from pagedinfer.distributed.torch_group import TorchGroup, join
 from pagedinfer.engine.batch import Batch
@@ -37,10 +38,6 @@ from pagedinfer.logging import LEVEL_VARIABLE, configure
 from pagedinfer.models.model_config import ModelConfig
 from pagedinfer.runner.step_result import StepResult
 from pagedinfer.runner.worker import Worker
-
-PEER_BYTES_VARIABLE = "PAGEDINFER_PEER_ALL_REDUCE_BYTES"
-PEER_BYTES = 0
-"""Tensors up to this size are summed over peer memory rather than by NCCL, if the variable does not say."""
 
 
 def main() -> None:
@@ -110,7 +107,7 @@ def _join(start: Start, device: torch.device) -> TorchGroup:
         device,
         nccl=start.nccl,
         num_local_ranks=start.num_local_ranks,
-        peer_bytes=int(os.environ.get(PEER_BYTES_VARIABLE, PEER_BYTES)),
+        peer_bytes=most_bytes(start.num_ranks),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from datetime import timedelta
 
@@ -10,7 +11,7 @@ from torch import Tensor, distributed
 from torch.distributed.distributed_c10d import Store
 
 from pagedinfer import ops
-from pagedinfer.distributed.peer_all_reduce import PeerAllReduce
+from pagedinfer.distributed.peer_all_reduce import MOST_BYTES_VARIABLE, PeerAllReduce
 from pagedinfer.logging import get_logger
 
 logger = get_logger(__name__)
@@ -26,6 +27,7 @@ class TorchGroup:
         device: of the tensors that the collectives are given.
         num_local_ranks: see `Group`.
         peer_bytes: tensors up to this size are summed over peer memory, where GPUs can; see `PeerAllReduce`.
+            0: none.
 
     With a GPU and the gloo backend, tensors go through the host: several ranks may then share a GPU, which
     NCCL refuses, but CUDA graphs cannot hold that.
@@ -48,12 +50,30 @@ class TorchGroup:
 
     def _connect_peers(self, peer_bytes: int, device: torch.device) -> PeerAllReduce | None:
         """All ranks or none."""
-        peers = None
+        peers, reason = None, ""
+        linked = () if MOST_BYTES_VARIABLE in os.environ else range(self.size)
         try:
-            peers = PeerAllReduce(peer_bytes, self.rank, device, self.tell_all)
+            peers = PeerAllReduce(peer_bytes, self.rank, device, self.tell_all, linked)
         except RuntimeError as error:
-            logger.warning("NCCL sums small tensors, too: %s", error)
-        return peers if self.least([peers is not None])[0] else None
+            reason = str(error)
+        if self._all_can(reason):
+            assert peers is not None
+            try:
+                peers.check()
+            except RuntimeError as error:
+                reason = str(error)
+            if self._all_can(reason):
+                return peers
+        if peers is not None:
+            peers.close()
+        return None
+
+    def _all_can(self, reason: str) -> bool:
+        """Whether no rank has a reason against sums over peer memory; if one has, the first says it."""
+        refusing = [bool(each) for each in self.tell_all(torch.tensor([reason != ""]))]
+        if any(refusing) and refusing.index(True) == self.rank:
+            logger.warning("sums over GPUs are left to NCCL: %s", reason)
+        return not any(refusing)
 
     def tell_all(self, tensor: Tensor) -> list[Tensor]:
         """A tensor of the CPU of each rank, by rank."""

@@ -20,7 +20,7 @@ SECONDS = 120  # for one task; a busy machine is slow
 class RankPool:
     """Runs a function in all ranks at once, each with its group as first argument.
 
-    On the CPU they are connected by gloo; on "cuda" each has a GPU of its own, and NCCL.
+    On the CPU they are connected by gloo; on "cuda" each has a GPU of its own, NCCL, and peer memory.
     """
 
     def __init__(self, size: int, device: str = "cpu") -> None:
@@ -65,6 +65,7 @@ def _serve(connection: Connection, rank: int, size: int, kind: str, store: str) 
     os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = "lo"
     from torch.distributed import FileStore
 
+    from pagedinfer.distributed.peer_all_reduce import most_bytes
     from pagedinfer.distributed.torch_group import join, leave
 
     torch.set_num_threads(1)
@@ -72,7 +73,15 @@ def _serve(connection: Connection, rank: int, size: int, kind: str, store: str) 
     device = torch.device(kind, rank) if on_gpu else torch.device(kind)
     if on_gpu:
         torch.cuda.set_device(device)
-    group: Group = join(rank, size, FileStore(store, size), device, nccl=on_gpu, num_local_ranks=size)
+    group: Group = join(
+        rank,
+        size,
+        FileStore(store, size),
+        device,
+        nccl=on_gpu,
+        num_local_ranks=size,
+        peer_bytes=most_bytes(size),
+    )
     while True:
         try:
             function, arguments = connection.recv()

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
 
 from pagedinfer.config import EngineConfig
+from pagedinfer.distributed import peer_all_reduce, torch_group
 from pagedinfer.distributed.group import SINGLE_RANK, Group
 from pagedinfer.distributed.peer_all_reduce import PeerAllReduce
 from pagedinfer.distributed.torch_group import TorchGroup
@@ -76,10 +78,35 @@ def close_worker(group: Group) -> None:
 # ---- sums over peer memory ----
 
 
+def connect_peers(group: TorchGroup, *, breaks: dict[int, str]) -> tuple[bool, bool, list[str]]:
+    """Whether peers are there after ranks have failed as `breaks` says, were closed, and what is logged."""
+    closed, logged = [], []
+
+    class Peers:
+        def __init__(self, *arguments: object) -> None:
+            if breaks.get(group.rank) == "open":
+                raise RuntimeError(f"rank {group.rank} cannot open")
+
+        def check(self) -> None:
+            if breaks.get(group.rank) == "check":
+                raise RuntimeError(f"rank {group.rank} sums wrong")
+
+        def close(self) -> None:
+            closed.append(True)
+
+    with (
+        patch.object(torch_group, "PeerAllReduce", Peers),
+        patch.object(torch_group.logger, "warning", lambda text, *rest: logged.append(text % rest)),
+    ):
+        peers = group._connect_peers(1 << 20, torch.device("cpu"))
+    return peers is not None, bool(closed), logged
+
+
 def sum_over_peers(group: TorchGroup, *, inputs: list[list[Tensor]], max_bytes: int) -> list[Tensor]:
     """This rank's tensor of each call, on GPU 0, summed with those of the others."""
     device = torch.device("cuda", 0)
     peers = PeerAllReduce(max_bytes, group.rank, device, group.tell_all)
+    peers.check()
     found = []
     for of_ranks in inputs:
         data = of_ranks[group.rank].to(device)
@@ -89,3 +116,18 @@ def sum_over_peers(group: TorchGroup, *, inputs: list[list[Tensor]], max_bytes: 
     group.least([0])  # nobody reads any more
     peers.close()
     return found
+
+
+def check_alone(group: TorchGroup) -> str:
+    """What rank 0 finds if the other sends it nothing."""
+    peers = PeerAllReduce(1 << 20, group.rank, torch.device("cuda", 0), group.tell_all)
+    message = ""
+    if group.rank == 0:
+        with patch.object(peer_all_reduce, "_SECONDS_TO_TRY", 0.3):
+            try:
+                peers.check()
+            except RuntimeError as error:
+                message = str(error)
+    group.least([0])
+    peers.close()
+    return message

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from pagedinfer import LLM, RequestOutput, SamplingParams
-from pagedinfer.distributed.rank_process import PEER_BYTES_VARIABLE
+from pagedinfer.distributed.peer_all_reduce import MOST_BYTES_VARIABLE
 from pagedinfer.engine.scheduler import Scheduler
 from tests.conftest import TinyModel
 from tests.distributed.processes import rank_pids
@@ -83,7 +83,7 @@ def test_two_ranks_share_a_gpu_through_gloo(tiny_llama: TinyModel) -> None:
 def test_two_gpus(
     changes: dict[str, Any], peer_bytes: int, tiny_llama: TinyModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(PEER_BYTES_VARIABLE, str(peer_bytes))
+    monkeypatch.setenv(MOST_BYTES_VARIABLE, str(peer_bytes))
     assert generate(tiny_llama.path, tensor_parallel_size=2, **changes) == generate(tiny_llama.path)
 
 

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from pagedinfer import ops
+from pagedinfer.distributed.peer_all_reduce import MOST_BYTES_VARIABLE, most_bytes
 from tests.distributed.rank_pool import RankPool
-from tests.distributed.rank_tasks import sum_over_peers
+from tests.distributed.rank_tasks import check_alone, connect_peers, sum_over_peers
 
 MAX_BYTES = 1 << 20
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -86,6 +87,46 @@ def test_processes(rank_pool: Callable[..., RankPool]) -> None:
     for results in rank_pool(2).run(sum_over_peers, inputs=inputs, max_bytes=MAX_BYTES):
         for found, of_ranks in zip(results, inputs, strict=True):
             assert torch.equal(found, sum_in_order(of_ranks))
+
+
+@pytest.mark.gpu
+def test_a_check_ends_where_nothing_arrives(rank_pool: Callable[..., RankPool]) -> None:
+    assert rank_pool(2).run(check_alone) == ["GPUs are said to reach each other's memory, and do not", ""]
+
+
+@pytest.mark.parametrize(
+    ("breaks", "closed", "logged"),
+    [
+        ({}, [False, False], [[], []]),
+        ({1: "open"}, [True, False], [[], ["sums over GPUs are left to NCCL: rank 1 cannot open"]]),
+        ({0: "check"}, [True, True], [["sums over GPUs are left to NCCL: rank 0 sums wrong"], []]),
+        (
+            {0: "check", 1: "check"},
+            [True, True],
+            [["sums over GPUs are left to NCCL: rank 0 sums wrong"], []],
+        ),
+    ],
+)
+def test_all_ranks_have_peers_or_none(
+    breaks: dict[int, str],
+    closed: list[bool],
+    logged: list[list[str]],
+    rank_pool: Callable[..., RankPool],
+) -> None:
+    results = rank_pool(2).run(connect_peers, breaks=breaks)
+    assert [each[0] for each in results] == [not breaks] * 2
+    assert [each[1] for each in results] == closed
+    assert [each[2] for each in results] == logged
+
+
+def test_most_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(MOST_BYTES_VARIABLE, raising=False)
+    assert [most_bytes(num_ranks) > 0 for num_ranks in (2, 3, 4)] == [True, False, False]
+    monkeypatch.setenv(MOST_BYTES_VARIABLE, "4096")
+    assert [most_bytes(num_ranks) for num_ranks in (2, 3, 4)] == [4096, 0, 4096]
+    monkeypatch.setenv(MOST_BYTES_VARIABLE, "1 MiB")
+    with pytest.raises(ValueError, match=r"must be a number of bytes, such as 1048576, got '1 MiB'"):
+        most_bytes(2)
 
 
 def test_bad_arguments() -> None:
