@@ -35,11 +35,24 @@ engine() { # engine NAME MOST_SECONDS WORKLOADS ARGUMENTS...
     --tensor-parallel-size 2 --json "$OUT/$name.json" "$@"
 }
 
+# The tests side by side, each process with an engine or two of tiny models, those that kill a rank last.
+tests() {
+  local file=tests/distributed/test_gpu.py
+  {
+    echo "$file::test_families_on_two_gpus"
+    printf "$file::test_two_gpus[%s]\n" "swap, peer memory" "swap, eager" "graphs, peer memory" "graphs"
+    echo "$file::test_two_ranks_share_a_gpu_through_gloo"
+    printf "$file::test_a_rank_of_two_gpus_ends[%s]\n" 0-19 1-9
+  } | xargs -d '\n' -P 6 -n 1 timeout 60 "$PYTHON" -m pytest -v -m gpu --durations=3 -p no:cacheprovider
+}
+export -f tests
+export PYTHON
+
 nvidia-smi topo -m > "$OUT/topology.log" 2>&1
 part all-reduce 35 "$PYTHON" benchmarks/bench_distributed.py all-reduce --ranks 2 --json "$OUT/all-reduce.json"
-PAGEDINFER_PEER_ALL_REDUCE_BYTES=0 engine 8b-nccl 50 W3,W2,W1 --model llama-3-8b
-LINES_SHOWN=40 part tests 80 "$PYTHON" -m pytest -v -m gpu tests/distributed/test_gpu.py --durations=8 \
-  -p no:cacheprovider
-PAGEDINFER_PEER_ALL_REDUCE_BYTES=0 engine 70b-nccl 50 1x128x16,32x128x32 --model llama-3-70b --max-num-seqs 64
-PAGEDINFER_PEER_ALL_REDUCE_BYTES=8388608 engine 8b-peers 45 W3,W2 --model llama-3-8b
+engine 8b 45 W3,W2,W1 --model llama-3-8b
+CUDA_VISIBLE_DEVICES=0 part 8b-one-gpu 45 "$PYTHON" benchmarks/bench_engine.py --workloads W3,W2,W1 --repeats 1 \
+  --json "$OUT/8b-one-gpu.json" --model llama-3-8b
+LINES_SHOWN=40 part tests 80 bash -c tests
+engine 70b 50 1x128x64,32x128x32 --model llama-3-70b --max-num-seqs 64
 part processes-left 10 bash -c 'pgrep -af rank_process || echo none'
