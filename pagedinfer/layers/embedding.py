@@ -42,9 +42,9 @@ class VocabularyEmbedding(nn.Module):
         if self.group.size == 1:
             return functional.embedding(ids, self.weight)
         rows = ids - self.tokens.start
-        elsewhere = (rows < 0) | (rows >= self.tokens.size)
-        embedded = functional.embedding(rows.masked_fill(elsewhere, 0), self.weight)
-        return self.group.all_reduce(embedded.masked_fill(elsewhere[:, None], 0))
+        inside = rows.clamp(0, max(self.tokens.size - 1, 0))
+        embedded = functional.embedding(inside, self.weight)
+        return self.group.all_reduce(embedded.masked_fill_((inside != rows)[:, None], 0))
 
     def checkpoint_tensors(self, path: str) -> Iterator[tuple[str, StoredTensor]]:
         """The name of the table in a checkpoint, and what this rank takes from it."""
