@@ -63,7 +63,7 @@ class EngineConfig:
     master_port: int = 29500
     enforce_eager: bool = False
     disable_cascade_attn: bool = False
-    async_scheduling: bool | None = None  # None: with a GPU, unless by priority
+    async_scheduling: bool | None = None  # None: with a GPU; just in time by priority
     trace: str | None = None  # a file
     max_logprobs: int = 20  # -1: no limit
     logprobs_mode: Literal["raw_logprobs", "processed_logprobs"] = "raw_logprobs"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 from pagedinfer.beam_search import BeamSearchParams
 from pagedinfer.chat_template import read_template
 from pagedinfer.config import EngineConfig
@@ -19,6 +21,7 @@ from pagedinfer.engine.input_processor import (
     num_known_tokens,
     truncate,
 )
+from pagedinfer.engine.launch_timing import LaunchTiming
 from pagedinfer.engine.launched_steps import LaunchedSteps
 from pagedinfer.engine.output_processor import OutputProcessor
 from pagedinfer.engine.request import Request
@@ -92,8 +95,12 @@ class LLMEngine:
         self._eos_token_ids = frozenset(self.model_config.eos_token_ids)
         self._beam_searches = BeamSearches(self.scheduler, self._eos_token_ids)
         overlap = config.async_scheduling
-        if overlap is None:  # an urgent request would find one more step in front of it
-            overlap = self.worker.device.type == "cuda" and config.scheduling_policy != "priority"
+        self._timing: LaunchTiming | None = None
+        """Of steps that are launched just in time; None: as early as they may."""
+        if overlap is None:
+            overlap = self.worker.device.type == "cuda"
+            if overlap and config.scheduling_policy == "priority":  # an urgent one would find two ahead of it
+                self._timing = LaunchTiming()
         self._launched = LaunchedSteps()
         self._max_launched = 2 if overlap else 1
         self.advisor = Advisor(
@@ -218,7 +225,9 @@ class LLMEngine:
         """Runs one step and returns what it gave: an output for each request that got a token or ended.
 
         With async_scheduling the next step has been launched before this one's results are taken in, and so
-        before it is known which requests they end: what it draws for those is dropped.
+        before it is known which requests they end: what it draws for those is dropped. By default under
+        scheduling_policy="priority" it is launched just before the device is done with this one. The call
+        that waits for that moment returns nothing, so that requests which have come meanwhile can be added.
 
         If it fails, the requests in it are dropped, `failed_request_ids` names them, and the engine can be
         used again: other requests, those of a step that was launched after it among them, are computed again
@@ -226,12 +235,16 @@ class LLMEngine:
         """
         self.check_open()
         try:
-            while self._may_launch() and self._launch_step():
+            while self._seconds_until_launch() == 0.0 and self._launch_step():
                 pass
         except BaseException:  # of the scheduler: it is not known any more what is whose
             self._drop_all()
             raise
         if not self._launched:
+            return []
+        seconds = self._seconds_until_launch()
+        if seconds:
+            time.sleep(seconds)
             return []
         batch = self._launched.oldest
         try:
@@ -243,12 +256,22 @@ class LLMEngine:
             self._drop_all()
             raise
 
-    def _may_launch(self) -> bool:
-        most = 1 if self.scheduler.needs_known_tokens else self._max_launched
-        return len(self._launched) < most and not self._launched.has_failed
+    def _seconds_until_launch(self) -> float | None:
+        """When a step should be launched behind those that are; None: not before the next result."""
+        launched = self._launched
+        if launched.has_failed:
+            return None
+        if not launched:
+            return 0.0
+        if len(launched) >= self._max_launched or self.scheduler.needs_known_tokens:
+            return None
+        if self._timing is None:
+            return 0.0
+        return self._timing.seconds_until_launch(launched.oldest, launched.oldest_started_at)
 
     def _launch_step(self) -> bool:
         """Schedules a step and has the device begin it; False if there is nothing that can run now."""
+        began_at = time.perf_counter()
         batch = self.scheduler.schedule()
         if batch.is_empty():
             return False
@@ -259,11 +282,15 @@ class LLMEngine:
             self._launched.append_failed(batch, error)
         else:
             self._launched.append(batch, handle)
+            if self._timing is not None:
+                self._timing.observe_launch(time.perf_counter() - began_at)
         return True
 
     def _finish_step(self) -> list[RequestOutput]:
         """Takes in what the oldest launched step gives."""
         batch, output, seconds = self._launched.take_result()
+        if self._timing is not None:
+            self._timing.observe_step(batch, seconds, self._launched.waited)
         self._observe_costs(batch, seconds)
         updates = self.scheduler.update(batch, output)
         self.advisor.note_step()

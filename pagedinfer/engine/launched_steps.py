@@ -38,6 +38,8 @@ class LaunchedSteps:
     def __init__(self) -> None:
         self._steps: deque[_LaunchedStep] = deque()
         self._last_result_at = 0.0
+        self.waited = 0.0
+        """Seconds for which the last result was waited for."""
 
     def __len__(self) -> int:
         return len(self._steps)
@@ -63,6 +65,11 @@ class LaunchedSteps:
         """The batch of the step whose result comes next."""
         return self._steps[0].batch
 
+    @property
+    def oldest_started_at(self) -> float:
+        """When the device began with it, on the clock of `time.perf_counter`."""
+        return max(self._steps[0].launched_at, self._last_result_at)
+
     def note_abort(self, request_id: str) -> None:
         """What the steps say of this request is nobody's any more, not even a later one's of its name."""
         for step in self._steps:
@@ -70,14 +77,15 @@ class LaunchedSteps:
 
     def take_result(self) -> tuple[Batch, StepOutput, float]:
         """Waits for the oldest step: its batch, what it gave, and how many seconds the device took."""
+        started_at = self.oldest_started_at
         step = self._steps.popleft()
+        asked_at = time.perf_counter()
         output = step.handle.result()
         for request_id in step.aborted:
             output.prompts.pop(request_id, None)
-        now = time.perf_counter()
-        seconds = now - max(step.launched_at, self._last_result_at)
-        self._last_result_at = now
-        return step.batch, output, seconds
+        now = self._last_result_at = time.perf_counter()
+        self.waited = now - asked_at
+        return step.batch, output, now - started_at
 
     def clear(self) -> None:
         """Forgets the steps. What the device still does for them, it does before anything launched later."""
