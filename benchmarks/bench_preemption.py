@@ -118,6 +118,7 @@ def bench_swap(bench: Bench) -> dict[str, Any]:
         num_gpu_blocks_override=room // BLOCK,
         max_model_len=sizes.victim + 2 * BLOCK,
         max_num_seqs=sizes.decoders + 2,
+        async_scheduling=False,  # a call is a step
         long_prefill_token_threshold=sizes.chunk,
         enable_prefix_caching=False,
     ) as llm:
@@ -201,13 +202,12 @@ def bench_modes(bench: Bench) -> dict[str, Any]:
             while scheduler.waiting or any(r.num_output_tokens < 2 for r in scheduler.running):
                 engine.step()
             started = time.perf_counter()
-            num_steps = num_arrived = 0
+            first, num_arrived = scheduler.counters.num_steps, 0
             while engine.has_unfinished_requests():
-                if num_steps % 4 == 0 and num_arrived < num_urgent:
+                if num_arrived < num_urgent and scheduler.counters.num_steps >= first + 4 * num_arrived:
                     engine.add_request(f"urgent {num_arrived}", urgent[num_arrived], greedy(2), 0)
                     num_arrived += 1
                 engine.step()
-                num_steps += 1
             if scheduler.counters.num_preemptions < num_urgent:
                 raise SystemExit("urgent requests displaced nobody")
             return time.perf_counter() - started
@@ -262,11 +262,13 @@ def bench_urgent(bench: Bench) -> dict[str, Any]:
         def first_tokens(name: str) -> list[float]:
             latencies = []
             for i in range(sizes.urgent):
-                for _ in range(3):  # what the last one has displaced may come back
-                    started = time.perf_counter()
+                wait_until = engine.scheduler.counters.num_steps + 3  # what the last one displaced may return
+                while engine.has_unfinished_requests() and engine.scheduler.counters.num_steps < wait_until:
                     engine.step()
-                # It arrives at some moment of the step that is under way, and is seen at its end.
-                missed = (time.perf_counter() - started) * bench.uniform()
+                # It arrives at any moment of the next steps, and is seen when the engine's call is over.
+                arrived = time.perf_counter() + 0.02 * bench.uniform()
+                while (missed := time.perf_counter() - arrived) < 0:
+                    engine.step()
                 engine.add_request(f"{name} {i}", bench.prompt(128), greedy(1), 0)
                 waiting = True
                 while waiting:
