@@ -129,21 +129,25 @@ void add_products(const float* rows, const T* const (&columns)[Columns], int64_t
   }
 }
 
-// The sum of each vector's lanes: lane i is that of v[i]. All are added in one order.
+// Adds the halves of all 2 * Width vectors and puts two of them into one vector, until one is left:
+// its lane i is the sum of v[i]'s lanes. All are added in one order.
+template <int Width = kLanes / 2>
 PAGEDINFER_SIMD FloatVector lane_sums(FloatVector (&v)[kLanes]) {
-  for (int width = kLanes / 2; width > 0; width /= 2) {
-    IntVector own, other;  // of v[i] where a lane's bit `width` is 0, of v[i + width] elsewhere
-    for (int lane = 0; lane < kLanes; ++lane) {
-      const int from = lane & width ? kLanes : 0;
-      own[lane] = from + lane;
-      other[lane] = from + (lane ^ width);
-    }
-    for (int i = 0; i < width; ++i) {
-      v[i] =
-          __builtin_shuffle(v[i], v[i + width], own) + __builtin_shuffle(v[i], v[i + width], other);
-    }
+  IntVector own, other;  // of v[i] where a lane's bit `Width` is 0, of v[i + Width] elsewhere
+  for (int lane = 0; lane < kLanes; ++lane) {
+    const int from = lane & Width ? kLanes : 0;
+    own[lane] = from + lane;
+    other[lane] = from + (lane ^ Width);
   }
-  return v[0];
+  for (int i = 0; i < Width; ++i) {
+    v[i] =
+        __builtin_shuffle(v[i], v[i + Width], own) + __builtin_shuffle(v[i], v[i + Width], other);
+  }
+  if constexpr (Width > 1) {
+    return lane_sums<Width / 2>(v);
+  } else {
+    return v[0];
+  }
 }
 
 template <typename T>
