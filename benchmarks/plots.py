@@ -110,8 +110,10 @@ def attention_figures(result: Mapping[str, Any]) -> dict[str, list[Panel]]:
 
 
 def rate_figures(name: str, result: Mapping[str, Any]) -> dict[str, list[Panel]]:
-    """A panel for each kind of operation, each against its bytes."""
-    kinds = dict.fromkeys(row["kind"] for row in result["rows"] if "kind" in row)
+    """A panel for each kind of operation that was measured at three sizes or more, against its bytes."""
+    sizes: dict[str, set[float]] = {}
+    for row in result["rows"]:
+        sizes.setdefault(row["kind"], set()).add(row["bytes"])
     panels = [
         Panel(
             kind,
@@ -121,7 +123,8 @@ def rate_figures(name: str, result: Mapping[str, Any]) -> dict[str, list[Panel]]
             result["copy_ceiling"] / 1e12,
             "device-to-device copy",
         )
-        for kind in kinds
+        for kind in sizes
+        if len(sizes[kind]) >= 3
     ]
     return {name: panels}
 
@@ -198,12 +201,16 @@ def _panel(panel: Panel) -> Iterator[str]:
         _, y = at(low, i * step)
         yield f'<path d="M{LEFT} {y}H{WIDTH - RIGHT}" stroke="{"black" if i == 0 else "#ddd"}"/>'
         yield _text(LEFT - 4, y + 3, f"{i * step:g}", anchor="end")
-    for x, name in _ticks(low, high, panel.marks):
+    for x, name in _ticks(low, high):
         place, _ = at(x, 0)
         yield f'<path d="M{place} {TOP}V{HEIGHT - BOTTOM}" stroke="#eee"/>'
-        yield _text(place, HEIGHT - BOTTOM + 13, name, anchor="middle", size=8 if panel.marks else 10)
+        yield _text(place, HEIGHT - BOTTOM + 13, name, anchor="middle")
+    free = 0.0  # names of places that are near each other stand side by side
+    for x, name in sorted(panel.marks.items()):
+        free = max(at(x, 0)[0] + 3, free + 9)
+        yield _text(free, HEIGHT - BOTTOM - 4, name, size=8, colour="gray", turned=True)
     yield _text((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 10, panel.x_label, anchor="middle")
-    yield _text(12, (TOP + HEIGHT - BOTTOM) / 2, panel.y_label, anchor="middle", turned=True)
+    yield _text(12, (TOP + HEIGHT - BOTTOM) / 2 + 14, panel.y_label, turned=True)
     if panel.ceiling is not None:
         _, y = at(low, panel.ceiling)
         yield f'<path d="M{LEFT} {y}H{WIDTH - RIGHT}" stroke="black" stroke-dasharray="2 3"/>'
@@ -218,8 +225,7 @@ def _panel(panel: Panel) -> Iterator[str]:
         for x, y in places:
             yield f'<circle cx="{x}" cy="{y}" r="2"/>'
         yield "</g>"
-        below = HEIGHT - BOTTOM - 8 - 12 * (len(panel.series) - 1 - i)
-        yield _text(WIDTH - RIGHT - 6, below, name, anchor="end", colour=colour)
+        yield _text(LEFT + 8, at(low, panel.ceiling or top)[1] + 16 + 12 * i, name, colour=colour)
 
 
 def _scale(highest: float) -> tuple[float, float]:
@@ -230,10 +236,8 @@ def _scale(highest: float) -> tuple[float, float]:
     return step, step * math.ceil(highest / step)
 
 
-def _ticks(low: float, high: float, marks: Mapping[float, str]) -> list[tuple[float, str]]:
-    """Places of x with their names: the marks or, without, powers of ten (of two for a short axis)."""
-    if marks:
-        return list(marks.items())
+def _ticks(low: float, high: float) -> list[tuple[float, str]]:
+    """Places of x with their names: powers of ten, of two if the axis is short."""
     base = 10.0 if high / low > 100 else 2.0
     exponents = range(math.ceil(math.log(low, base)), math.floor(math.log(high, base)) + 1)
     return [(base**e, _short(base**e, 1000 if base == 10 else 1024)) for e in exponents]
