@@ -168,10 +168,11 @@ def attention_plan(
 def _prefix_splits(num_rows: int, num_kv_heads: int) -> int:
     """In how many parts a prefix's keys are read, so that even one group of few rows keeps a GPU busy.
 
-    Each part adds partial results to be written and read again. 128 rows are a tile; 132 multiprocessors.
+    Each part adds partial results to be written and read again. 128 rows are a tile; two blocks fit on each
+    of 132 multiprocessors.
     """
     num_blocks = -(-num_rows // 128) * num_kv_heads
-    return max(1, min(8, 132 // num_blocks))
+    return max(1, min(8, 264 // num_blocks))
 
 
 def paged_attention(

@@ -131,22 +131,39 @@ struct KeyCopier {
   }
 };
 
-// The `index`th tile of rows of the groups; false: there are not so many.
+// The `index`th tile of rows of the groups; false: there are not so many. The grid has room for as
+// many as there may be, so most blocks find none: a lane of each warp looks at a group, and all at
+// once.
 __device__ bool shared_tile(const KernelParams& p, int index, PrefillTile* tile) {
   const SharedPrefixes& prefixes = p.op.prefixes;
-  for (int g = 0; g < prefixes.num_groups; ++g) {
-    const int first = prefixes.start[g], members = prefixes.start[g + 1] - first;
-    const int len = prefixes.lens[g];
+  const int lane = threadIdx.x % 32;
+  for (int base = 0; base < prefixes.num_groups; base += 32) {
+    const int g = base + lane;
+    int first = 0, members = 0, len = 0;
+    if (g < prefixes.num_groups) {
+      first = prefixes.start[g];
+      members = prefixes.start[g + 1] - first;
+      len = prefixes.lens[g];
+    }
     const int tiles = len > 0 ? ceil_div(members * p.group, kPrefillTileRows) : 0;
-    if (index < tiles) {
-      *tile = {.seq = first,
-               .query_start = p.op.query_start_loc[first],
-               .query_len = members,
-               .seq_len = len,
-               .first_row = index * kPrefillTileRows};
+    int end = tiles;  // of the group's tiles
+    for (int delta = 1; delta < 32; delta *= 2) {
+      const int before = __shfl_up_sync(kWarpMask, end, delta);
+      if (lane >= delta) end += before;
+    }
+    const unsigned behind = __ballot_sync(kWarpMask, index < end);
+    if (behind != 0) {
+      const int owner = __ffs(static_cast<int>(behind)) - 1;
+      first = __shfl_sync(kWarpMask, first, owner);
+      *tile = {
+          .seq = first,
+          .query_start = p.op.query_start_loc[first],
+          .query_len = __shfl_sync(kWarpMask, members, owner),
+          .seq_len = __shfl_sync(kWarpMask, len, owner),
+          .first_row = (index - __shfl_sync(kWarpMask, end - tiles, owner)) * kPrefillTileRows};
       return true;
     }
-    index -= tiles;
+    index -= __shfl_sync(kWarpMask, end, 31);
   }
   return false;
 }

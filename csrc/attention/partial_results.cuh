@@ -228,6 +228,7 @@ struct PartWriter {
                                          p.op.num_heads, 1);
     if (unit.has_prefix) {
       const PrefixResults<HEAD_DIM> results(p);
+#pragma unroll 4  // the loads of four parts are under way together
       for (int split = 0; split < p.op.prefix_splits; ++split) {
         state.fold(results.load(split, at, column));
       }
