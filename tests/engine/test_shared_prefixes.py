@@ -30,6 +30,7 @@ PARAMS[3] = SamplingParams(temperature=0.9, seed=3, n=3, max_tokens=30, ignore_e
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Savings of any size are worth it."""
     monkeypatch.setattr(shared_prefixes, "_LEAST_SAVED", 1)
+    monkeypatch.setattr(shared_prefixes, "_READS_LOST", 0)
 
 
 def rig(**config: Any) -> Rig:
@@ -91,6 +92,19 @@ def test_what_is_too_short_is_not_worth_it(monkeypatch: pytest.MonkeyPatch) -> N
     engine.step()
     assert groups_of(engine) == [({"a", "b", "c"}, 128)]
     engine.scheduler.abort_request("c")
+    engine.step()
+    assert groups_of(engine) == []
+
+
+def test_few_are_not_worth_it_however_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_prefixes, "_READS_LOST", 2)
+    engine = rig()
+    for name in "abcd":
+        engine.add(name, prompt_of(140))
+    engine.step()
+    engine.step()
+    assert groups_of(engine) == [({"a", "b", "c", "d"}, 128)]
+    engine.scheduler.abort_request("d")
     engine.step()
     assert groups_of(engine) == []
 
