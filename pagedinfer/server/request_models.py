@@ -36,6 +36,56 @@ Prompts = Annotated[
 ]
 
 
+Message = Annotated[
+    dict[str, Any],
+    WithJsonSchema(
+        {
+            "type": "object",
+            "required": ["role"],
+            "properties": {
+                "role": {"enum": ["system", "developer", "user", "assistant", "tool"]},
+                "content": {
+                    "anyOf": [
+                        {"type": "string"},
+                        {
+                            "type": "array",
+                            "items": {
+                                "type": "object",
+                                "required": ["type", "text"],
+                                "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+                            },
+                        },
+                        {"type": "null"},
+                    ]
+                },
+            },
+        }
+    ),
+]
+Tool = Annotated[
+    dict[str, Any],
+    WithJsonSchema(
+        {
+            "type": "object",
+            "required": ["type", "function"],
+            "properties": {
+                "type": {"const": "function"},
+                "function": {
+                    "type": "object",
+                    "required": ["name"],
+                    "properties": {
+                        "name": {"type": "string", "pattern": "^[a-zA-Z0-9_.-]{1,64}$"},
+                        "description": {"type": "string"},
+                        "parameters": {"type": "object"},
+                    },
+                },
+            },
+        }
+    ),
+]
+Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
+Tools = Annotated[list[Tool], Field(max_length=MAX_TOOLS)]
+
 INSTEAD = {
     "guided_json": 'structured_outputs={"json": ...}',
     "guided_regex": 'structured_outputs={"regex": ...}',
@@ -133,15 +183,11 @@ class CompletionBody(SamplingBody):
 class ChatBody(SamplingBody):
     """Of /v1/chat/completions."""
 
-    messages: Annotated[list[dict[str, Any]], Field(min_length=1, max_length=MAX_MESSAGES)] = Field(
-        description="the conversation so far: objects with a role and a content"
-    )
+    messages: Messages = Field(description="the conversation so far: objects with a role and a content")
     max_completion_tokens: int | None = Field(None, description="OpenAI's new name of max_tokens")
     logprobs: bool | None = Field(None, description="give the log-probabilities of the answer's tokens")
     top_logprobs: int | None = Field(None, description="with logprobs: so many best tokens at each position")
-    tools: Annotated[list[dict[str, Any]], Field(max_length=MAX_TOOLS)] | None = Field(
-        None, description="functions that the model may call"
-    )
+    tools: Tools | None = Field(None, description="functions that the model may call")
     tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = Field(
         None, description="whether it may, or must, or which one it must"
     )
@@ -164,11 +210,11 @@ class TokenizeBody(Body):
 
     model: str | None = None
     prompt: str | None = None
-    messages: Annotated[list[dict[str, Any]], Field(min_length=1, max_length=MAX_MESSAGES)] | None = None
+    messages: Messages | None = None
     add_special_tokens: bool | None = Field(None, description="by default for a prompt, but not for messages")
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    tools: Annotated[list[dict[str, Any]], Field(max_length=MAX_TOOLS)] | None = None
+    tools: Tools | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     return_token_strs: bool | None = None
 
