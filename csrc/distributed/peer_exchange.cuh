@@ -111,6 +111,7 @@ class PushedVectors {
     }
   }
 
+  // What is pushed says itself that it is there: take() waits for it.
   __device__ __forceinline__ void meet() const {}
 
   template <typename V>

@@ -16,6 +16,7 @@ struct Free {
   void operator()(void* memory) const { std::free(memory); }
 };
 
+// `count` floats that begin at a multiple of 64 bytes, the widest vector; nothing is in them.
 std::unique_ptr<float, Free> scratch(int64_t count) {
   const int64_t bytes = (count * static_cast<int64_t>(sizeof(float)) + 63) / 64 * 64;
   std::unique_ptr<float, Free> memory(static_cast<float*>(std::aligned_alloc(64, bytes)));

@@ -1,3 +1,5 @@
+// half_linear on the CPU: see half_linear.h for the maths and the tensors.
+//
 // How it is quick: a product of a half type costs two instructions more than one of float32, which
 // turn the weight into float32. Several rows of input share them, as far as registers go, and with
 // few rows they are quicker than memory is. So weights are used as they lie, and no copy of them is
@@ -243,6 +245,7 @@ void panel_of_block(int rows, const HalfLinearParams& p, const float* packed, in
 
 int64_t packed_width(int64_t width) { return (width + kStep - 1) / kStep * kStep; }
 
+// At least eight panels, however wide: each slab reads all weights.
 int64_t rows_of_slab(int64_t num_rows, int64_t width) {
   int64_t rows = kSlabElements / (packed_width(width) + 1) / kPanelRows * kPanelRows;
   if (rows < 8 * kPanelRows) rows = 8 * kPanelRows;

@@ -32,11 +32,12 @@ using attention::DeviceLimits;
 constexpr int kWarp = 32;
 constexpr int kWarps = 16;
 constexpr int kThreads = kWarps * kWarp;
+constexpr int kCopyBytes = 16;  // what a lane copies at once: a vector
 
 // Of each part, so that a chunk has as many bytes whatever the parts.
 template <int kParts>
 constexpr int kVectors = 4 / kParts;
-constexpr int kWarpStageBytes = 4 * kWarp * 16;
+constexpr int kWarpStageBytes = 4 * kWarp * kCopyBytes;
 constexpr int kStageBytes = kWarps * kWarpStageBytes;
 
 // Chunks of the ring: the most that fit.
@@ -99,12 +100,12 @@ struct WeightReader {
 #pragma unroll
         for (int j = 0; j < kVectors<kParts>; ++j) {
           if (j * kWarp < vectors_left) {
-            copy_vector(stage + (part * kVectors<kParts> + j) * kWarp * 16,
-                        weight + part * part_bytes + j * kWarp * 16);
+            copy_vector(stage + (part * kVectors<kParts> + j) * kWarp * kCopyBytes,
+                        weight + part * part_bytes + j * kWarp * kCopyBytes);
           }
         }
       }
-      weight += kVectors<kParts> * kWarp * 16;
+      weight += kVectors<kParts> * kWarp * kCopyBytes;
       vectors_left -= kVectors<kParts> * kWarp;
       if (vectors_left <= -lane()) {
         weight += next_output;
@@ -137,6 +138,8 @@ __device__ __forceinline__ float silu(float x) {
   }
 }
 
+// Brings the input's rows into shared memory, normed if there is a norm. The whole block calls it,
+// and no thread may read another's part before a barrier.
 template <typename T, int kVec, int kRows>
 __device__ void bring_input(const SkinnyLinearParams& p, T* rows, const T* norm_weight) {
   const int vectors = static_cast<int>(p.in_features / kVec);
@@ -188,7 +191,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   T* norm_weight = rows + kRows * p.in_features;
   T* ring_begin = norm_weight + (p.norm_weight != nullptr ? p.in_features : 0);
   char* own_ring =
-      reinterpret_cast<char*>(ring_begin) + warp * stages * kWarpStageBytes + lane * 16;
+      reinterpret_cast<char*>(ring_begin) + warp * stages * kWarpStageBytes + lane * kCopyBytes;
   const uint32_t ring = shared_address(own_ring);
 
   let_successor_start();
@@ -199,9 +202,9 @@ __global__ void __launch_bounds__(kThreads, 1)
   const int count = first < end ? static_cast<int>((end - first + kWarps - 1) / kWarps) : 0;
   const int chunks = (vectors + kVectors<kParts> * kWarp - 1) / (kVectors<kParts> * kWarp);
   WeightReader<T, kVec, kParts> reader{
-      .weight = static_cast<const char*>(p.weight) + first * row_bytes + lane * 16,
+      .weight = static_cast<const char*>(p.weight) + first * row_bytes + lane * kCopyBytes,
       .part_bytes = outputs * row_bytes,
-      .next_output = kWarps * row_bytes - int64_t{chunks} * kVectors<kParts> * kWarp * 16,
+      .next_output = kWarps * row_bytes - int64_t{chunks} * kVectors<kParts> * kWarp * kCopyBytes,
       .vectors = vectors - lane,
       .vectors_left = vectors - lane,
       .outputs_left = count,
@@ -242,7 +245,7 @@ __global__ void __launch_bounds__(kThreads, 1)
 #pragma unroll
         for (int part = 0; part < kParts; ++part) {
           w[part] = load_vector<kVec>(
-              reinterpret_cast<const T*>(own + (part * kVectors<kParts> + j) * kWarp * 16));
+              reinterpret_cast<const T*>(own + (part * kVectors<kParts> + j) * kWarp * kCopyBytes));
         }
 #pragma unroll
         for (int r = 0; r < kRows; ++r) {

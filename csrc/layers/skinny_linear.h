@@ -1,10 +1,9 @@
 // skinny_linear: a linear layer over few rows, with what stands around it in a decoder layer.
 //
-//   x[r, :] = norm_weight ? rms_norm(input[r, :]) : input[r, :]           rms_norm.h
+//   x[r, :] = norm_weight ? rms_norm(input[r, :]) : input[r, :]                 rms_norm.h
 //   y[r, i] = round(sum_k x[r, k] * weight[i, k] + bias[i])
-//   gated:     out[r, i] = round(round(silu(y[r, i])) * y[r, width + i])  silu_and_mul.h
-//   residual:  out[r, i] = round(residual[r, i] + y[r, i])
-//   else:      out[r, i] = y[r, i]
+//   z[r, i] = gated ? round(silu(y[r, i])) * y[r, out_features + i] : y[r, i]   silu_and_mul.h
+//   out[r, i] = round(residual ? residual[r, i] + z[r, i] : z[r, i])
 //
 // Sums are in float32; round() is to the tensors' dtype, at the points at which a model written in
 // torch operations rounds.
@@ -30,8 +29,8 @@ struct SkinnyLinearParams {
   int64_t input_stride, residual_stride, out_stride;  // elements, from row to row
   int64_t num_rows, in_features;
   int64_t num_features;  // of the weight: out_features, or twice as many if gated
-  float epsilon;
-  bool gated;
+  float epsilon;         // of the norm
+  bool gated;            // the weight's first half is the gate's, its second the other factor's
   DType dtype;
 
   constexpr int64_t out_features() const { return gated ? num_features / 2 : num_features; }

@@ -1,3 +1,4 @@
+// skinny_linear on the CPU: see skinny_linear.h for the maths and the tensors.
 #include <cmath>
 #include <vector>
 
@@ -11,6 +12,7 @@ namespace {
 
 constexpr int64_t kProductsPerTask = 1 << 15;
 
+// Of `count` elements, in kSums sums: every instruction set adds in one order.
 template <typename T>
 float product(const float* x, const T* weight, int64_t count) {
   float sums[kSums] = {};
