@@ -63,8 +63,7 @@ class ChatTemplate:
 
         Args:
             messages: at least one. A content may be a string or a list of {"type": "text", "text": "..."},
-                which are joined by newlines. It may be missing or None,
-                as beside calls of tools.
+                which are joined by newlines. It may be missing or None, as beside calls of tools.
             add_generation_prompt: end with what begins an answer.
             continue_final_message: leave the last message open, to be gone on with.
             tools: JSON schemas of functions that the model may call.
@@ -78,30 +77,33 @@ class ChatTemplate:
         if taken:
             raise ValueError(f"template_kwargs cannot set {', '.join(taken)}")
         chat = [_check(i, message) for i, message in enumerate(_check_list(messages))]
-
-        def render(chat: list[dict[str, Any]]) -> str:
-            text: str = self._tokenizer.apply_chat_template(
-                chat,
-                tools=None if tools is None else list(tools),
-                chat_template=self._template,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=continue_final_message,
-                tokenize=False,
-                **(template_kwargs or {}),
-            )
-            return text
-
+        options = {
+            "tools": None if tools is None else list(tools),
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": continue_final_message,
+            **(template_kwargs or {}),
+        }
         try:
-            try:
-                return render(chat)
-            except Exception:
-                # transformers hands on no content that is None, as beside calls of tools, and templates that
-                # know of no tools join it to other text.
-                if all(message.get("content") is not None for message in chat):
-                    raise
-                return render([message | {"content": message.get("content") or ""} for message in chat])
+            return self._apply(chat, options)
         except Exception as error:  # a template is a program of somebody else's: it may raise anything
             raise ValueError(f"the chat template failed on these messages: {error}") from error
+
+    def _apply(self, chat: list[dict[str, Any]], options: dict[str, Any]) -> str:
+        """What the template makes of these messages. Raises whatever it does."""
+
+        def text(chat: list[dict[str, Any]]) -> Any:
+            return self._tokenizer.apply_chat_template(
+                chat, chat_template=self._template, tokenize=False, **options
+            )
+
+        try:
+            return str(text(chat))
+        except Exception:
+            # transformers hands on no content that is None, as beside calls of tools, and templates that
+            # know of no tools join it to other text.
+            if all(message.get("content") is not None for message in chat):
+                raise
+            return str(text([message | {"content": message.get("content") or ""} for message in chat]))
 
     def encode(self, messages: Sequence[Message], **options: Any) -> tuple[str, list[int]]:
         """The prompt as text and as token ids; arguments as `render`'s.

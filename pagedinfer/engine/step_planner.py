@@ -29,9 +29,8 @@ _TOKENS_BESIDE_URGENT = 256
 # long (Llama-3-8B on an H200, 128 tokens and 255 decodes: 15 ms for 10), and its first token with it.
 _SHORT_PROMPT = 256
 
-_BRIEF = (
-    1e-3  # seconds that a step may wait for blocks from the CPU, rather than the request for the next step
-)
+# Seconds that a step may wait for blocks from the CPU, rather than the request for the next step.
+_BRIEF = 1e-3
 
 
 @dataclass(slots=True)

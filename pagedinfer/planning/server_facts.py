@@ -49,9 +49,8 @@ def facts_from_metrics(text: str) -> Facts:
     if num_blocks is not None and "block_size" in info:
         settings["num_kv_tokens"] = num_blocks * int(info["block_size"])
     num_steps = int(value("engine_steps_total"))
-    displaces = (
-        info.get("scheduling_policy") == "priority"
-    )  # urgent ones others: no sign of too little memory
+    # By priority, urgent requests displace others: preemptions are no sign of too little memory.
+    displaces = info.get("scheduling_policy") == "priority"
     return Facts(
         **settings,
         scheduling_policy=info.get("scheduling_policy"),

@@ -83,9 +83,7 @@ class GrammarMasks:
 
     def _follow(self, constraint: _Constraint, output: list[int]) -> None:
         for token in output[constraint.num_consumed :]:
-            if (
-                constraint.matcher.is_stopped()
-            ):  # EOS came, and the request goes on for a step or by ignore_eos
-                break
+            if constraint.matcher.is_stopped():
+                break  # EOS came, and the request goes on for a step or by ignore_eos
             constraint.matcher.consume_token(token)
         constraint.num_consumed = len(output)
