@@ -939,13 +939,20 @@ def keep_tokens(slots: Tensor, token_ids: Tensor, last_tokens: Tensor) -> None:
 # ---- distributed -----------------------------------------------------------------------------------
 
 NUMBERS_OF_PEERS = (1, 2, 4, 8)
+"""The numbers of ranks that `peer_all_reduce` takes."""
+
 PEER_HEADER_BYTES = 8192
+"""At the beginning of each rank's memory: flags and call numbers; as csrc/distributed/peer_all_reduce.h."""
+
 MOST_PUSHED_BYTES = 256 << 10
 """Tensors up to this size are sent to the other GPUs, twice their size; larger ones are read by them."""
 
 
 def peer_memory_bytes(max_bytes: int) -> int:
-    """Bytes of memory that a rank needs for `peer_all_reduce` of tensors up to `max_bytes`."""
+    """Bytes of memory that a rank needs for `peer_all_reduce` of tensors up to `max_bytes`.
+
+    Two calls of each way have room: data that the others read, and what each of them pushes.
+    """
     return PEER_HEADER_BYTES + 2 * max_bytes + 2 * NUMBERS_OF_PEERS[-1] * 2 * MOST_PUSHED_BYTES
 
 

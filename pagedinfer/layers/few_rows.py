@@ -28,7 +28,7 @@ _NARROW = 2048
 """The same where rows have at most so many features: launches weigh more there, and arithmetic less."""
 
 MAX_ATTENTION_ROWS = 4
-"""Up to here `ops.rotary_attention` has all its blocks on the chip at once, 64 for each of 8 KV heads."""
+"""Up to here `ops.rotary_attention`, eight blocks to a sequence and KV head, has all on the chip at once."""
 
 _MOST_ELEMENTS = 1 << 16  # of an input whose rows, or four, fit into shared memory beside weights
 _ALIGNMENT = 8  # features; 16 bytes, which the kernel reads at once
@@ -57,7 +57,10 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def gated_linear(input: Tensor, layer: Linear) -> Tensor:
-    """silu(left half) * right half of a linear layer, for an input that is `served`."""
+    """silu(left half) * right half of a linear layer, for an input that is `served`.
+
+    [num_rows, in_features] -> [num_rows, out_features / 2]
+    """
     return ops.skinny_linear(input, layer.weight, layer.bias, gated=True)
 
 
@@ -76,14 +79,17 @@ def _starts_early(device: torch.device) -> bool:
 
 
 def normed_linear(norm: RMSNorm, stream: Tensor, layer: Linear, *, gated: bool = False) -> Tensor:
-    """layer(norm(stream)) of a linear layer; if `gated`, silu(left half) * right half of that."""
+    """layer(norm(stream)) of a linear layer; if `gated`, silu(left half) * right half of that.
+
+    [num_rows, hidden] -> [num_rows, out_features], half of them if gated
+    """
     return ops.skinny_linear(
         stream, layer.weight, layer.bias, norm_weight=norm.weight, epsilon=norm.epsilon, gated=gated
     )
 
 
 def add_linear(stream: Tensor, input: Tensor, layer: Linear) -> None:
-    """stream += layer(input), of a linear layer."""
+    """stream += layer(input), of a linear layer: [num_rows, hidden] += of [num_rows, in_features]"""
     if _fits(input):
         ops.skinny_linear(input, layer.weight, layer.bias, residual=stream, out=stream)
     else:

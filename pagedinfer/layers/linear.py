@@ -22,7 +22,10 @@ _HALF_TYPES = (torch.float16, torch.bfloat16)
 
 
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """input . weight^T + bias: by the kernel that is quickest for them here."""
+    """input . weight^T + bias: by the kernel that is quickest for them here.
+
+    [..., in_features], [out_features, in_features], [out_features] -> [..., out_features]
+    """
     if _by_half_linear(weight):
         return ops.half_linear(input, weight, bias)
     return few_rows.linear(input, weight, bias)

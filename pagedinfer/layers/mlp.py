@@ -45,7 +45,7 @@ class GatedMLP(nn.Module):
         return self.down_proj(self.activation(self.gate_up_proj(hidden)))  # type: ignore[no-any-return]
 
     def add_to(self, stream: Tensor, norm: RMSNorm) -> None:
-        """stream += self(norm(stream)), over few rows on one rank."""
+        """stream += self(norm(stream)), [num_rows, hidden]: over few rows on one rank."""
         gated = self.activation is ops.silu_and_mul
         inner = few_rows.normed_linear(norm, stream, self.gate_up_proj, gated=gated)
         few_rows.add_linear(stream, inner if gated else self.activation(inner), self.down_proj)

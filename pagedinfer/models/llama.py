@@ -75,12 +75,15 @@ class LlamaAttention(nn.Module):
     def add_to(
         self, stream: Tensor, norm: RMSNorm, positions: Tensor, kv_cache: Tensor, attention: AttentionBatch
     ) -> None:
-        """stream += self(norm(stream)), over few rows on one rank."""
+        """stream += self(norm(stream)), [num_rows, hidden]: over few rows on one rank."""
         qkv = few_rows.normed_linear(norm, stream, self.qkv_proj)
         few_rows.add_linear(stream, self.attend(qkv, positions, kv_cache, attention), self.o_proj)
 
     def attend(self, qkv: Tensor, positions: Tensor, kv_cache: Tensor, attention: AttentionBatch) -> Tensor:
-        """From the fused projection to what the output projection takes."""
+        """From the fused projection to what the output projection takes.
+
+        [num_tokens, query_size + 2 * kv_size] -> [num_tokens, query_size]
+        """
         widths = (self.query_size, self.kv_size, self.kv_size)
         query, key, value = qkv.split(widths, dim=-1)  # type: ignore[no-untyped-call]
         query, key = self.normalize_heads(
@@ -148,7 +151,7 @@ class LlamaDecoderLayer(nn.Module):
         return self.mlp(hidden), residual
 
     def add_to(self, stream: Tensor, positions: Tensor, kv_cache: Tensor, attention: AttentionBatch) -> None:
-        """The same over few rows on one rank, added to the residual stream at once."""
+        """The same over few rows on one rank, added to the residual stream, [num_rows, hidden], at once."""
         self.self_attn.add_to(stream, self.input_layernorm, positions, kv_cache, attention)
         if isinstance(self.mlp, GatedMLP):
             self.mlp.add_to(stream, self.post_attention_layernorm)
@@ -169,7 +172,7 @@ class LlamaModel(nn.Module):
         super().__init__()
         self.embed_tokens = VocabularyEmbedding(config.vocab_size, config.hidden_size, placement=placement)
         rotary = RotaryEmbedding(config.rope(), max_model_len=max_model_len, device=placement.device)
-        self.is_whole = placement.group.size == 1
+        self.has_one_rank = placement.group.size == 1
         self.layers = nn.ModuleList(
             layer_class(config, layer, rotary, placement) for layer in range(config.num_layers)
         )
@@ -181,7 +184,7 @@ class LlamaModel(nn.Module):
         self, input_ids: Tensor, positions: Tensor, kv_cache: Tensor, attention: AttentionBatch
     ) -> Tensor:
         hidden, residual = self.embed_tokens(input_ids), None
-        if self.is_whole and few_rows.served(hidden):
+        if self.has_one_rank and few_rows.served(hidden):
             for layer in self.layers:
                 layer.add_to(hidden, positions, kv_cache, attention)  # type: ignore[operator]
             return self.norm(hidden)  # type: ignore[no-any-return]

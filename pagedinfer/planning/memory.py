@@ -25,6 +25,7 @@ def step_bytes(
     """Of the largest step: activations, logits, and the tables of the requests in the slots.
 
     Args:
+        config: of the model.
         width: bytes of an activation.
         ranks: that share the model.
         seqs, tokens, max_model_len, block_size: the engine's limits.
@@ -50,7 +51,10 @@ def step_bytes(
 
 
 def graph_bytes(config: ModelConfig, width: int, ranks: int, seqs: int, tokens: int) -> int:
-    """Of all CUDA graphs: the memory that they share, and the driver's for each."""
+    """Of all CUDA graphs: the memory that they share, and the driver's for each; arguments as `step_bytes`'.
+
+    The multiples, of a token's values and of its logits, are held to measurements by tests/planning.
+    """
     decodes, others = decode_sizes(seqs), forward_sizes(tokens)
     a_token = (3 * _mlp_size(config) + _qkv_size(config)) // ranks + 5 * config.hidden_size
     logits = 5 * decodes[-1] * config.vocab_size // 4

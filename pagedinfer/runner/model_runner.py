@@ -129,7 +129,7 @@ class ModelRunner:
         return self._run(batch)
 
     def _run(self, batch: Batch) -> StepResult:
-        """Any step."""
+        """Any step. At most the model's part of it is a graph."""
         for request in batch.requests:
             if request.new_block_ids:
                 self._inputs.append_blocks(request.slot, request.new_block_ids)
