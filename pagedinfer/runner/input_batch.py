@@ -16,6 +16,8 @@ from pagedinfer._core import pack_decodes
 from pagedinfer.engine.batch import AdmittedRequest, Batch
 from pagedinfer.runner.upload import upload
 
+Int32s = npt.NDArray[np.int32]
+
 
 @dataclass(frozen=True, slots=True)
 class StepShape:
@@ -90,7 +92,7 @@ class InputBatch:
         self._num_columns = -(-max_model_len // block_size)
         self._device = device
 
-        self._tokens: list[npt.NDArray[np.int32]] = [np.empty(0, np.int32)] * max_num_seqs
+        self._tokens: list[Int32s] = [np.empty(0, np.int32)] * max_num_seqs
         self._num_known_tokens = np.zeros(max_num_seqs, np.int32)
         self._num_blocks = np.zeros(max_num_seqs, np.int32)
         # What the device has not been told yet: places in the flattened block table, prompts by slot.
@@ -142,35 +144,13 @@ class InputBatch:
         sampled = np.array([request.sample for request in requests], np.bool_)
         ends = starts + counts
         last_rows = np.cumsum(counts, dtype=np.int32) - 1
-        num_tokens = int(last_rows[-1]) + 1
-        shape = shape or StepShape(num_tokens, len(requests), int(counts.max()))
-
-        packed = np.zeros(shape.packed_length, np.int32)
-        input_ids, positions, token_slots, query_start_loc, row_slots, lengths = (
-            packed[part] for part in shape.parts
-        )
-        input_ids[:num_tokens] = -1
-        token_slots[num_tokens:] = -1
-        known = starts < self._num_known_tokens[slots]  # the others are decodes
-        first_rows = last_rows - counts + 1
-        for i in np.flatnonzero(known):
-            begin = first_rows[i]
-            input_ids[begin : begin + counts[i]] = self._tokens[slots[i]][starts[i] : ends[i]]
-        if num_tokens == len(requests):
-            positions[:num_tokens], token_slots[:num_tokens] = starts, slots
-        else:
-            positions[:num_tokens] = np.arange(num_tokens, dtype=np.int32)
-            positions[:num_tokens] += np.repeat(starts - first_rows, counts)
-            token_slots[:num_tokens] = np.repeat(slots, counts)
-        query_start_loc[1 : len(requests) + 1] = last_rows + 1
-        query_start_loc[len(requests) + 1 :] = num_tokens
-        row_slots[: len(requests)], lengths[: len(requests)] = slots, ends
+        shape = shape or StepShape(int(last_rows[-1]) + 1, len(requests), int(counts.max()))
 
         new_blocks, self._new_blocks = self._new_blocks, {}
         new_prompts, self._new_prompts = self._new_prompts, {}
-        on_device, sample_slots, sample_ends, sample_rows, *news = upload(
+        packed, sample_slots, sample_ends, sample_rows, *news = upload(
             [
-                packed,
+                self._pack(slots, starts, counts, last_rows, shape),
                 slots[sampled],
                 ends[sampled],
                 last_rows[sampled],
@@ -188,7 +168,34 @@ class InputBatch:
             sample_slots=sample_slots,
             output_positions=self._output_positions,
         )
-        return PackedStep(on_device, shape, draw, -(-int(ends.max()) // self._block_size))
+        return PackedStep(packed, shape, draw, -(-int(ends.max()) // self._block_size))
+
+    def _pack(
+        self, slots: Int32s, starts: Int32s, counts: Int32s, last_rows: Int32s, shape: StepShape
+    ) -> Int32s:
+        """`PackedStep.packed` of requests, by their slots, first tokens, numbers of tokens and last rows."""
+        num_requests, num_tokens = len(slots), int(last_rows[-1]) + 1
+        packed = np.zeros(shape.packed_length, np.int32)
+        input_ids, positions, token_slots, query_start_loc, row_slots, lengths = (
+            packed[part] for part in shape.parts
+        )
+        input_ids[:num_tokens] = -1
+        token_slots[num_tokens:] = -1
+        known = starts < self._num_known_tokens[slots]  # the others are decodes
+        first_rows = last_rows - counts + 1
+        for i in np.flatnonzero(known):
+            begin = first_rows[i]
+            input_ids[begin : begin + counts[i]] = self._tokens[slots[i]][starts[i] : starts[i] + counts[i]]
+        if num_tokens == num_requests:
+            positions[:num_tokens], token_slots[:num_tokens] = starts, slots
+        else:
+            positions[:num_tokens] = np.arange(num_tokens, dtype=np.int32)
+            positions[:num_tokens] += np.repeat(starts - first_rows, counts)
+            token_slots[:num_tokens] = np.repeat(slots, counts)
+        query_start_loc[1 : num_requests + 1] = last_rows + 1
+        query_start_loc[num_requests + 1 :] = num_tokens
+        row_slots[:num_requests], lengths[:num_requests] = slots, starts + counts
+        return packed
 
     def unpack(self, packed: Tensor, shape: StepShape, num_columns: int | None = None) -> ModelInputs:
         """What the model is given of a step that was sent.
@@ -220,7 +227,7 @@ class InputBatch:
             max_query_len=shape.max_query_len,
         )
 
-    def padding(self, shape: StepShape) -> npt.NDArray[np.int32]:
+    def padding(self, shape: StepShape) -> Int32s:
         """int32 [shape.packed_length]: a step of nothing but padding, for `unpack`."""
         packed = np.zeros(shape.packed_length, np.int32)
         packed[shape.parts[2]] = -1
@@ -235,7 +242,7 @@ class InputBatch:
 
     # ---- a step of decodes alone ----
 
-    def pack_decodes(self, batch: Batch) -> npt.NDArray[np.int32] | None:
+    def pack_decodes(self, batch: Batch) -> Int32s | None:
         """int32 [3, N]: slots, sequence lengths with this step's token, and new blocks, -1 for none.
 
         That is all there is to say of a step in which every request computes the token that it drew last.
@@ -299,5 +306,5 @@ class InputBatch:
         ops.keep_tokens(slots, token_ids, self._last_tokens)
 
 
-def _int32(numbers: Iterable[int]) -> npt.NDArray[np.int32]:
+def _int32(numbers: Iterable[int]) -> Int32s:
     return np.fromiter(numbers, np.int32)
