@@ -37,8 +37,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from model_shapes import SHAPES, write_shape
 from plots import draw_bars
 from step_profile import StepProfile
-from vllm_peer import MARK
-from workloads import DESCRIPTIONS, Batch, Workload, timed, workload
+from workloads import DESCRIPTIONS, MARK, Batch, Workload, timed, workload
 
 
 def main() -> None:

@@ -18,9 +18,7 @@ import llama_cpp
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from workloads import Batch, timed, workload
-
-MARK = "bench_engine row: "  # what a line with a result begins with
+from workloads import MARK, Batch, timed, workload
 
 
 @llama_cpp.llama_log_callback

@@ -15,9 +15,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from workloads import Batch, timed, workload
-
-MARK = "bench_engine row: "  # what a line with a result begins with
+from workloads import MARK, Batch, timed, workload
 
 _ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",

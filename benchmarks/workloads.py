@@ -15,6 +15,9 @@ import numpy as np
 
 Batch = list[tuple[list[int], int]]  # (prompt token ids, output tokens) for each request
 
+MARK = "bench_engine row: "
+"""What a line begins with that has a result, in what a peer's process prints."""
+
 DESCRIPTIONS = {
     "W1": "200 requests, 64..256 in, 100..300 out",
     "W2": "256 requests, 100..1,024 in, 100..1,024 out",

@@ -24,6 +24,7 @@ constexpr int kWarp = 32;
 constexpr int kMaxWarps = 16;
 constexpr int kThreadsOfShortRows = 128;
 constexpr int kMaxThreadsOfLongRows = kMaxWarps * kWarp;
+// From so many rows on a kernel's beginning is little of its time, and nothing is asked for early.
 constexpr int64_t kManyRows = 1024;
 
 enum class Row {
