@@ -92,14 +92,18 @@ def test_any_of_four_ranks_is_killed_at_any_time(number: int, tiny_llama: TinyMo
 def test_a_rank_is_killed_while_it_starts(number: int, tiny_llama: TinyModel) -> None:
     killed: list[int] = []
 
-    def kill_the_first_child(delay: float) -> None:
-        time.sleep(delay)
+    def rank_processes() -> list[int]:
         children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
-        pids = [int(pid) for pid in children if b"rank_process" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+        return [int(pid) for pid in children if b"rank_process" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+
+    def kill_the_first_child(delay: float) -> None:
+        while len(pids := rank_processes()) < 2:  # a busy machine takes its time
+            time.sleep(0.01)
+        time.sleep(delay)
         killed.extend(pids)
         os.kill(pids[number % 2], signal.SIGKILL)
 
-    thread = threading.Thread(target=kill_the_first_child, args=(0.5 + 0.3 * number,))
+    thread = threading.Thread(target=kill_the_first_child, args=(0.3 * number,))
     thread.start()
     with pytest.raises(EngineDeadError, match=f"rank {number % 2} .*SIGKILL"):
         generate_for_ever(LLM(tiny_llama.path, **OPTIONS))
