@@ -8,7 +8,7 @@
 // has of a row.
 //
 // kRows rows are under way at once, for the way to the other GPU and back. Rows too long for that
-// are left to the two kernels.
+// are left to the two kernels, few rows to peer_all_reduce_norm_few.cu.
 #include "common/dependent_launch.cuh"
 #include "distributed/peer_all_reduce_cuda.h"
 #include "distributed/peer_exchange.cuh"
@@ -173,6 +173,8 @@ cudaError_t launch_peer_all_reduce_norm(const PeerAllReduceParams& p, const RmsN
     const cudaError_t status = launch_peer_all_reduce(p, stream);
     return status == cudaSuccess ? launch_rms_norm(norm, stream) : status;
   }
+  const cudaError_t status = launch_peer_all_reduce_norm_few(p, norm, stream);
+  if (status != cudaErrorNotSupported) return status;
   switch (p.dtype) {
     case DType::float32:
       return launch<float>(p, norm, stream);
