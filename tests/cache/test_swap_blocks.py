@@ -116,10 +116,11 @@ def test_waits_for_its_stream_and_for_nobody_else(num_blocks: int) -> None:
     """The host goes on at once; the transfer reads what an earlier kernel of the stream wrote."""
     on_device, on_host = host_blocks(num_blocks).cuda(), host_blocks(2 * num_blocks, first=-5000)
     mapping = pairs(*((i, 2 * i) for i in range(num_blocks)))
+    on_device += 0  # loads the kernel, for which the host would wait below
     torch.cuda.synchronize()
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
-        torch.cuda._sleep(1_000_000_000)  # cycles: 0.5 s, more than a busy host takes to load a kernel
+        torch.cuda._sleep(200_000_000)  # cycles: about 0.1 s
         on_device += 7
         ops.swap_blocks(on_device, on_host, mapping)
     assert not stream.query()
