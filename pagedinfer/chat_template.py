@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pagedinfer.engine.input_processor import check_unicode
+from pagedinfer.unicode_text import check_unicode
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -10,6 +10,7 @@ from enum import Enum
 from typing import Any
 
 from pagedinfer.structured_outputs import StructuredOutputsParams
+from pagedinfer.unicode_text import check_unicode
 
 GREEDY_TEMPERATURE = 1e-5
 """Below this temperature a request is greedy."""
@@ -230,6 +231,7 @@ def _strings(name: str, values: Sequence[str] | None) -> tuple[str, ...]:
     for value in values or ():
         if not isinstance(value, str) or not value:
             raise ValueError(f"{name} must hold non-empty strings, got {value!r}")
+        check_unicode(name, value)
     return tuple(values or ())
 
 

@@ -68,6 +68,7 @@ def test_defaults_are_vllms() -> None:
         ("prompt_logprobs", "all"),
         ("stop", [""]),
         ("stop", ""),
+        ("stop", ["a\ud800"]),
         ("stop", [1]),
         ("stop", 1),
         ("stop_token_ids", [-1]),

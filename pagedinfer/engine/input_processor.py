@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 
 from pagedinfer.config import unknown_option_message
 from pagedinfer.sampling_params import SamplingParams
+from pagedinfer.unicode_text import check_unicode
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -108,6 +109,7 @@ class InputProcessor:
         salt = prompt.get("cache_salt", "")
         if not isinstance(salt, str):
             raise ValueError(f"'cache_salt' must be a string, got {_short(salt)}")
+        check_unicode("'cache_salt'", salt)
         token_ids = prompt.get("prompt_token_ids")
         if token_ids is not None:
             return ProcessedPrompt(text, self._check_ids(token_ids), salt)
@@ -146,17 +148,6 @@ class InputProcessor:
                 f"{_short(wrong[0])}"
             )
         return list(token_ids) if plain else list(map(int, token_ids))
-
-
-def check_unicode(name: str, text: str) -> None:
-    """Raises ValueError if a text has half a surrogate pair, which is no character: no tokenizer takes it."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(
-            f"{name} must be Unicode text, got {text[error.start]!a}, half a surrogate pair, at position "
-            f"{error.start}"
-        ) from None
 
 
 def num_known_tokens(tokenizer: PreTrainedTokenizerBase | None) -> int | None:

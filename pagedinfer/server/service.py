@@ -10,7 +10,7 @@ from typing import Any
 
 from pagedinfer.chat_template import ChatTemplate
 from pagedinfer.config import EngineConfig
-from pagedinfer.engine.input_processor import ProcessedPrompt, check_unicode
+from pagedinfer.engine.input_processor import ProcessedPrompt
 from pagedinfer.errors import EngineDeadError, EngineStartError
 from pagedinfer.logging import get_logger
 from pagedinfer.sampling_params import SamplingParams
@@ -22,6 +22,7 @@ from pagedinfer.server.request_models import SamplingBody
 from pagedinfer.server.sampling import sampling_params
 from pagedinfer.server.settings import ServerSettings
 from pagedinfer.server.token_bytes import TokenBytes
+from pagedinfer.unicode_text import check_unicode
 
 logger = get_logger(__name__)
 

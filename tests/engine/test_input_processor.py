@@ -46,6 +46,7 @@ def test_forms_of_a_prompt(processor: InputProcessor, prompt: Any, text: str, to
     [
         ("", "empty"),
         ("a\ud83db", r"must be Unicode text, got '\\ud83d', half a surrogate pair, at position 1"),
+        ({"prompt": "a", "cache_salt": "b\ud83d"}, r"'cache_salt' must be Unicode text, got '\\ud83d'"),
         ({"prompt": ""}, "empty"),
         ([], "empty"),
         ({"prompt_token_ids": []}, "empty"),
