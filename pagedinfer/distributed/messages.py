@@ -5,7 +5,7 @@ Decoding builds the types below and nothing else, and checks them; no message ca
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import add
 from typing import Any
 
@@ -126,6 +126,9 @@ class _Result:
     swaps_in_done: int | None
 
 
+_LARGEST = 2**63 - 1
+_LENGTHS = ("max_tokens", "min_tokens", "truncate_prompt_tokens")  # of SamplingParams
+
 _encoder = msgspec.msgpack.Encoder()
 encode = _encoder.encode
 """Any of the types above as bytes."""
@@ -165,7 +168,7 @@ class BatchEncoder:
             _Batch(
                 batch.step,
                 batch.released_slots,
-                batch.admitted,
+                list(map(_within_64_bits, batch.admitted)),
                 None if as_expected else sent,
                 {i: request.new_block_ids for i, request in enumerate(requests) if request.new_block_ids},
                 batch.swaps_out,
@@ -178,6 +181,13 @@ class BatchEncoder:
         starts = list(map(add, sent.starts, sent.nums_tokens))
         self._expected = _Requests(sent.slots, starts, [1] * len(starts), [True] * len(starts))
         return contents
+
+
+def _within_64_bits(admitted: AdmittedRequest) -> AdmittedRequest:
+    """Lengths may be larger than any integer of MessagePack, and mean no more than that one then."""
+    params = admitted.sampling_params
+    changes: dict[str, Any] = {name: _LARGEST for name in _LENGTHS if (getattr(params, name) or 0) > _LARGEST}
+    return replace(admitted, sampling_params=replace(params, **changes)) if changes else admitted
 
 
 class BatchDecoder:

@@ -30,6 +30,7 @@ from pagedinfer.engine.batch import (
     StepOutput,
 )
 
+LENGTHS = ("max_tokens", "min_tokens", "truncate_prompt_tokens")
 PARAMS = SamplingParams(
     temperature=0.5,
     top_p=0.9,
@@ -71,6 +72,13 @@ def test_no_field_of_a_batch_is_lost() -> None:
         assert all(getattr(whole, field.name) for field in fields(whole)), "the test must fill every field"
     assert all(msgspec.structs.astuple(FULL.requests[0])), "the test must fill every field"
     assert BatchDecoder().decode(BatchEncoder().encode(FULL)) == FULL
+
+
+def test_lengths_beyond_all_integers() -> None:
+    params = replace(PARAMS, max_tokens=10**30, min_tokens=10**20, truncate_prompt_tokens=2**64)
+    batch = replace(FULL, admitted=[replace(ADMITTED, sampling_params=params)])
+    found = BatchDecoder().decode(BatchEncoder().encode(batch)).admitted[0].sampling_params
+    assert found == replace(params, **dict.fromkeys(LENGTHS, 2**63 - 1))
 
 
 def test_a_request_keeps_its_name_until_another_has_its_slot() -> None:
