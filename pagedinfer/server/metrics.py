@@ -84,8 +84,8 @@ class Metrics(EngineObserver, Collector):
         params = stream.request.sampling_params
         self._num_requests += 1
         self._params_n.observe(params.n)
-        if params.max_tokens is not None:
-            self._params_max_tokens.observe(params.max_tokens)
+        if params.max_tokens is not None and self._limits is not None:  # as far as it means anything
+            self._params_max_tokens.observe(min(params.max_tokens, self._limits.max_model_len))
         self._prompt_tokens.observe(len(stream.prompt.token_ids))
 
     def tokens(self, stream: RequestStream, count: int, now: float) -> None:
