@@ -26,6 +26,9 @@ from pagedinfer.engine.size_limits import max_total_tokens
 from pagedinfer.outputs import CompletionOutput, FinishReason, RequestMetrics, RequestOutput
 from pagedinfer.sampling_params import SamplingParams
 
+BEAM = "#beam"
+"""Between the id of a search and the number of a beam."""
+
 # A request ends between so many tokens and twice as many after it was forked: few, since admission expects
 # each beam to need that much more memory.
 _RUN_AHEAD = 8
@@ -148,7 +151,7 @@ class BeamSearch:
         self._num_requests += 1
         max_tokens = (len(generated) // _RUN_AHEAD + 2) * _RUN_AHEAD
         return Request(
-            f"{self.request_id}#beam{number}",
+            f"{self.request_id}{BEAM}{number}",
             self._prompt.token_ids,
             self._sampling_params(min(max_tokens, self.params.max_tokens)),
             priority=self._priority,

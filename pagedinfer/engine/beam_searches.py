@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 from pagedinfer.beam_search import BeamSearchParams
 from pagedinfer.engine.batch import AdmittedRequest
-from pagedinfer.engine.beam_search import BeamSearch
+from pagedinfer.engine.beam_search import BEAM, BeamSearch
 from pagedinfer.engine.input_processor import ProcessedPrompt
 from pagedinfer.engine.request_update import RequestUpdate
 from pagedinfer.engine.scheduler import Scheduler
@@ -28,6 +28,17 @@ class BeamSearches:
     def __len__(self) -> int:
         return len(self._waiting) + len(self._active)
 
+    def __contains__(self, request_id: str) -> bool:
+        """Whether this is the id of a search, or such as one gives to its beams."""
+        names = (request_id, request_id.rpartition(BEAM)[0])
+        return any(search.request_id in names for search in (*self._active.values(), *self._waiting))
+
+    def check_new(self, request_id: str) -> None:
+        """Raises ValueError if others have ids such as this search would give to its beams."""
+        for name in self._scheduler.requests:
+            if name.startswith(request_id + BEAM):
+                raise ValueError(f"there is an unfinished request {name!r} already")
+
     def add(
         self, request_id: str, prompt: ProcessedPrompt, params: BeamSearchParams, priority: int = 0
     ) -> None:
@@ -38,7 +49,7 @@ class BeamSearches:
                 f"beam_width must be at most max_num_seqs={max_num_seqs}, got {params.beam_width}; lower it "
                 f"or raise max_num_seqs"
             )
-        if request_id in self._active or any(search.request_id == request_id for search in self._waiting):
+        if request_id in self:
             raise ValueError(f"there is an unfinished request {request_id!r} already")
         search = BeamSearch(request_id, prompt, params, self._eos_token_ids, priority, self._scheduler)
         self._waiting.append(search)

@@ -35,6 +35,7 @@ from pagedinfer.outputs import RequestOutput
 from pagedinfer.runner.worker import Worker
 from pagedinfer.sampling_params import RequestOutputKind, SamplingParams
 from pagedinfer.tracing.recorder import TracingScheduler
+from pagedinfer.unicode_text import check_unicode
 
 logger = get_logger(__name__)
 
@@ -159,6 +160,7 @@ class LLMEngine:
         self.check_open()
         params = params or self.default_sampling_params
         self.check_params(params)
+        self._check_new(request_id, priority, params.n)
         if not isinstance(prompt, ProcessedPrompt):
             prompt = self.input_processor.process(prompt)
         prompt = truncate(prompt, params, self.worker.max_model_len)
@@ -189,6 +191,18 @@ class LLMEngine:
         self._outputs.add(first, prompt, output_kind, further)
         self._num_requests += 1
 
+    def _check_new(self, request_id: str, priority: int, num_choices: int = 1) -> None:
+        """Raises ValueError, before anything is queued, if a name that a request would go by is in use."""
+        if not isinstance(request_id, str):
+            raise ValueError(f"request_id must be a string, got {request_id!r}")
+        check_unicode("request_id", request_id)
+        if not isinstance(priority, int):
+            raise ValueError(f"priority must be an integer, got {priority!r}")
+        for i in range(num_choices):
+            name = f"{request_id}#{i}" if i else request_id
+            if name in self.scheduler.requests or name in self._outputs or name in self._beam_searches:
+                raise ValueError(f"there is an unfinished request {name!r} already")
+
     def check_params(self, params: SamplingParams) -> None:
         """Raises ValueError if these parameters do not suit the model or its tokenizer."""
         params.check_model(self.model_config.vocab_size, self.config.max_logprobs)
@@ -217,6 +231,8 @@ class LLMEngine:
             RequestTooLargeError: as `add_request`.
         """
         self.check_open()
+        self._check_new(request_id, priority)
+        self._beam_searches.check_new(request_id)
         if not isinstance(prompt, ProcessedPrompt):
             prompt = self.input_processor.process(prompt)
         self._beam_searches.add(request_id, prompt, params, priority)

@@ -92,6 +92,10 @@ class OutputProcessor:
         self._states: dict[str, _RequestState] = {}
         self._choices: dict[str, tuple[_RequestState, ChoiceState]] = {}  # by the scheduler's ids
 
+    def __contains__(self, request_id: str) -> bool:
+        """Whether a request of this id has a choice that goes on."""
+        return request_id in self._states
+
     def add(
         self,
         request: Request,

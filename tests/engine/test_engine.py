@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from pagedinfer import LLMEngine, RequestOutput, RequestTooLargeError, SamplingParams
+from pagedinfer import BeamSearchParams, LLMEngine, RequestOutput, RequestTooLargeError, SamplingParams
 from pagedinfer.config import EngineConfig
 from pagedinfer.sampling_params import RequestOutputKind
 from tests.conftest import TinyModel
@@ -134,6 +134,56 @@ def test_an_id_in_use_is_refused_and_free_again_later(engine: LLMEngine) -> None
     assert len(run(engine)["a"]) == 6
     engine.add_request("a", "Hello again", GREEDY)
     assert len(run(engine)["a"]) == 6
+
+
+@pytest.mark.parametrize("ids", [("a#1", "a"), ("a", "a#1"), ("a", "a")])
+def test_the_id_of_a_choice_is_in_use_too(engine: LLMEngine, ids: tuple[str, str]) -> None:
+    two = SamplingParams(n=2, seed=3, max_tokens=6, ignore_eos=True)
+    engine.add_request(ids[0], "Hello", two)
+    with pytest.raises(ValueError, match=r"unfinished request 'a(#1)?' already"):
+        engine.add_request(ids[1], "Hello", two)
+    assert set(run(engine)) == {ids[0]}
+
+
+def test_an_id_is_in_use_until_the_last_choice_has_ended(engine: LLMEngine) -> None:
+    engine.add_request("a", "Hello", SamplingParams(n=2, seed=3, max_tokens=6, ignore_eos=True))
+    engine.step()
+    assert not engine.stop_choice("a", 0)
+    with pytest.raises(ValueError, match="unfinished request 'a' already"):
+        engine.add_request("a", "Hello", GREEDY)
+    assert len(run(engine)["a"][-1].outputs[1].token_ids) == 6
+
+
+def test_searches_and_requests_have_different_ids(engine: LLMEngine) -> None:
+    search = BeamSearchParams(beam_width=2, max_tokens=4)
+    engine.add_request("a", "Hello", GREEDY)
+    engine.add_request("b#beam3", "Hello", GREEDY)
+    engine.add_beam_search("c#beam0", "Hello", search)
+    for request_id in ("a", "b", "c#beam0"):
+        with pytest.raises(ValueError, match="there is an unfinished request"):
+            engine.add_beam_search(request_id, "Hello", search)
+    for request_id in ("c#beam0", "c#beam0#beam2"):
+        with pytest.raises(ValueError, match="there is an unfinished request"):
+            engine.add_request(request_id, "Hello", GREEDY)
+    assert set(run(engine)) == {"a", "b#beam3", "c#beam0"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"request_id": 5}, "request_id must be a string, got 5"),
+        ({"request_id": "\ud800"}, r"request_id must be Unicode text, got '\\ud800'"),
+        ({"priority": "high"}, "priority must be an integer, got 'high'"),
+        ({"priority": float("nan")}, "priority must be an integer, got nan"),
+    ],
+)
+def test_a_malformed_id_or_priority(tiny_llama: TinyModel, fields: dict[str, Any], message: str) -> None:
+    engine = make_engine(tiny_llama.path, scheduling_policy="priority")
+    engine.add_request("a", "Hello", GREEDY)
+    with pytest.raises(ValueError, match=message):
+        engine.add_request(**{"request_id": "b", "prompt": "Hello", "params": GREEDY} | fields)
+    assert set(run(engine)) == {"a"}
+    engine.close()
 
 
 def test_aborting_in_any_state(engine: LLMEngine) -> None:
