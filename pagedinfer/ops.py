@@ -818,8 +818,8 @@ def skinny_linear(
             that shares its memory with the input.
     """
     if out is None:
-        features = weight.shape[0] // 2 if gated else weight.shape[0]
-        out = torch.empty((input.shape[0], features), dtype=input.dtype, device=input.device)
+        features = weight.shape[0] // (2 if gated else 1) if weight.dim() else 0  # which it refuses
+        out = torch.empty((*input.shape[:1], features), dtype=input.dtype, device=input.device)
     _ops.skinny_linear(input, weight, bias, norm_weight, epsilon, gated, residual, out)
     return out
 
@@ -854,7 +854,7 @@ def half_linear(
         ValueError: shapes, dtypes or strides that do not fit, float32, or tensors that are not on the CPU.
     """
     if out is None:
-        out = torch.empty((*input.shape[:-1], weight.shape[0]), dtype=input.dtype, device=input.device)
+        out = torch.empty((*input.shape[:-1], *weight.shape[:1]), dtype=input.dtype, device=input.device)
     _ops.half_linear(input, weight, bias, out)
     return out
 

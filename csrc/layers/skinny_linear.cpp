@@ -1,11 +1,34 @@
 #include "layers/skinny_linear.h"
 
+#include <cstdint>
+
 #include "common/check.h"
 #include "common/cuda_context.h"
 #include "layers/skinny_linear_cuda.h"
 #include "ops.h"
 
 namespace pagedinfer {
+
+namespace {
+
+// Whether a row of one matrix overlaps with one of the other; rows are contiguous.
+bool share_memory(const Tensor& a, const Tensor& b, DType dtype) {
+  const int64_t size = size_of(dtype);
+  const auto a_begin = reinterpret_cast<intptr_t>(a.const_data_ptr());
+  const auto b_begin = reinterpret_cast<intptr_t>(b.const_data_ptr());
+  const int64_t a_rows = a.size(0), a_bytes = a.size(1) * size, a_stride = a.stride(0) * size;
+  const int64_t b_rows = b.size(0), b_bytes = b.size(1) * size, b_stride = b.stride(0) * size;
+  if (a_bytes == 0 || b_bytes == 0) return false;
+  for (int64_t i = 0; i < a_rows; ++i) {
+    for (int64_t j = 0; j < b_rows; ++j) {
+      const int64_t ahead = (b_begin + j * b_stride) - (a_begin + i * a_stride);
+      if (ahead < a_bytes && -ahead < b_bytes) return true;
+    }
+  }
+  return false;
+}
+
+}  // namespace
 
 void skinny_linear(const Tensor& input, const Tensor& weight, std::optional<Tensor> bias,
                    std::optional<Tensor> norm_weight, double epsilon, bool gated,
@@ -48,8 +71,8 @@ void skinny_linear(const Tensor& input, const Tensor& weight, std::optional<Tens
     check.float_dtype(name, tensor);
     check.same_device(name, tensor);
     check.dense_inner(name, tensor, 1);
-    PAGEDINFER_CHECK(tensor.numel() == 0 || tensor.const_data_ptr() != input.const_data_ptr(),
-                     "skinny_linear: ", name, " shares its memory with input; expected its own");
+    PAGEDINFER_CHECK(!share_memory(tensor, input, dtype), "skinny_linear: ", name,
+                     " shares its memory with input; expected its own");
   };
   check_output("out", out);
   if (residual) check_output("residual", *residual);

@@ -155,6 +155,8 @@ def test_refuses_what_does_not_fit() -> None:
         ops.half_linear(input[:, 1:], weight)
     with pytest.raises(ValueError, match=r"weight has shape \[64\]; expected \[out_features, in_features\]"):
         ops.half_linear(input, weight[0], out=torch.empty(4, 1).half())
+    with pytest.raises(ValueError, match=r"weight has shape \[\]; expected \[out_features, in_features\]"):
+        ops.half_linear(input, weight[0, 0])
     with pytest.raises(ValueError, match=r"bias has shape \[7\]; expected \[out_features=8\]"):
         ops.half_linear(input, weight, torch.ones(7).half())
     with pytest.raises(ValueError, match=r"out has shape \[4, 9\]; expected .* last dimension of 8"):

@@ -136,6 +136,18 @@ def test_refuses_what_does_not_fit(device: torch.device) -> None:
         ops.skinny_linear(input, weight, residual=input[:, :8])
     with pytest.raises(ValueError, match="out shares its memory with input"):
         ops.skinny_linear(input, torch.ones(64, 64, device=device), out=input)
+    rows = torch.ones(3, 64, device=device)
+    for shared in (rows[1:], rows[:2, 32:]):  # a row further on, the second half of each row
+        weight_of_it = torch.ones(shared.shape[1], 64, device=device)
+        with pytest.raises(ValueError, match="out shares its memory with input"):
+            ops.skinny_linear(rows[:2], weight_of_it, out=shared)
+    beside = torch.zeros(2, 128, device=device)
+    ops.skinny_linear(beside[:, :64], torch.ones(64, 64, device=device), out=beside[:, 64:])
+    for wrong in (torch.ones((), device=device), torch.ones(64, device=device)):
+        with pytest.raises(ValueError, match=r"weight has shape \[(64)?\]; expected \[num_features"):
+            ops.skinny_linear(input, wrong)
+        with pytest.raises(ValueError, match=r"input has shape \[(64)?\]; expected \[num_rows"):
+            ops.skinny_linear(wrong, weight)
     with pytest.raises(ValueError, match="weight has dtype float16; expected input's float32"):
         ops.skinny_linear(input, weight.half())
     with pytest.raises(ValueError, match="16"):
