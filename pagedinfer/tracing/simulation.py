@@ -113,11 +113,13 @@ def traced_run(trace: Trace) -> tuple[Run, CostModel, int]:
         while position < len(ends) and ends[position].op <= record.ops[1]:
             ended = ends[position]
             position += 1
+            take_arrivals(ended.op)  # it may have come and gone while the step ran
             times = by_request[ended.request_id]
             times.ended, times.num_tokens = ended.time, ended.num_output_tokens
-    take_arrivals(float("inf"))
     for ended in ends[position:]:
+        take_arrivals(ended.op)
         by_request[ended.request_id].ended = ended.time
+    take_arrivals(float("inf"))
     run.num_refused = len(trace.refused)
     return run, fit(measured), num_different
 

@@ -126,3 +126,19 @@ def test_other_parameters(trace: Trace) -> None:
 def test_an_empty_run() -> None:
     run = Run("nothing")
     assert (run.seconds, run.tokens_per_second, run.waits()) == (0.0, 0.0, [])
+
+
+def test_who_comes_and_goes_during_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "short.json"
+    monkeypatch.setattr(rig_module, "Scheduler", lambda config: TracingScheduler(config, str(path)))
+    rig = Rig()
+    rig.add("a", prompt_of(5), max_tokens=3)
+    batch = rig.scheduler.schedule()
+    rig.add("b", prompt_of(5), max_tokens=3)
+    rig.scheduler.abort_request("b")
+    rig.apply(rig.scheduler.update(batch, rig.runner.execute(batch).result()))
+    rig.run()
+    rig.scheduler.close()  # type: ignore[attr-defined]
+    traced, _, num_different = traced_run(read_trace(path))
+    assert num_different == 0
+    assert [times.num_tokens for times in traced.times] == [3, 0]
