@@ -102,6 +102,13 @@ class GrammarCompiler:
         matcher: LLMatcher = llguidance.LLMatcher(self._vocabulary(), grammar_text(params), log_level=0)
         if matcher.is_error():
             raise _invalid(matcher.get_error())
+        # That no text satisfies a grammar, or that it is too complex, often shows only at its first mask.
+        first = matcher.deep_copy()
+        fill = import_module("llguidance.numpy")
+        fill.fill_next_token_bitmask(first, fill.allocate_token_bitmask(1, self._vocabulary().vocab_size))
+        if first.is_error():
+            reason = first.get_error().split(maxsplit=1)[0]  # what follows is the state of the parser
+            raise _invalid(f"no text satisfies it, or it is too complex ({reason})")
         return matcher
 
     def _vocabulary(self) -> LLTokenizer:

@@ -96,6 +96,14 @@ def test_grammars_that_cannot_be_used(params: dict[str, Any]) -> None:
             check(structured)
 
 
+@pytest.mark.parametrize("params", [{"json": {"$ref": "#"}}, {"regex": r"[^\s\S]"}], ids=str)
+def test_grammars_that_no_text_satisfies_are_refused_before_they_run(params: dict[str, Any]) -> None:
+    with pytest.raises(
+        ValueError, match=r"cannot be used: no text satisfies it, or it is too complex \(\w+\)"
+    ):
+        GRAMMARS.matcher(StructuredOutputsParams(**params))
+
+
 def test_compiled_grammars_are_kept_but_not_all() -> None:
     grammars = GrammarCompiler(lambda: TOKENIZER, VOCAB_SIZE, [EOS])
     for i in range(MAX_CACHED_GRAMMARS + 10):
