@@ -46,10 +46,16 @@ def draw(batch: Batch, requests: dict[str, TracedRequest]) -> StepOutput:
     return StepOutput(np.array(rows, np.int64), np.zeros(len(rows), np.float32))
 
 
+def set_block_bytes(scheduler: Scheduler, trace: Trace) -> None:
+    """What moving a block costs depends on its size, which only the engine knew."""
+    scheduler.costs.block_bytes = trace.engine.get("block_bytes", scheduler.costs.block_bytes)
+
+
 class _Replay:
     def __init__(self, trace: Trace) -> None:
         self._trace = trace
         self._scheduler = Scheduler(SchedulerConfig(**trace.config))
+        set_block_bytes(self._scheduler, trace)
         self._requests: dict[str, TracedRequest] = {}  # by id, the last of that name
         self._batches: dict[int, Batch] = {}  # scheduled and not updated
 

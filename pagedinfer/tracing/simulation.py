@@ -15,7 +15,7 @@ from pagedinfer.engine.scheduler import RequestUpdate, Scheduler, SchedulerConfi
 from pagedinfer.errors import RequestTooLargeError
 from pagedinfer.tracing.cost_model import CostModel, features, fit
 from pagedinfer.tracing.records import Trace
-from pagedinfer.tracing.replay import draw, replay
+from pagedinfer.tracing.replay import draw, replay, set_block_bytes
 from pagedinfer.tracing.workload import TracedRequest, requests_of
 
 
@@ -152,7 +152,7 @@ class _Simulation:
     def _set_rates(self, trace: Trace) -> None:
         """The rates that the traced run had measured in the end."""
         costs = self._scheduler.costs
-        costs.block_bytes = trace.engine.get("block_bytes", costs.block_bytes)
+        set_block_bytes(self._scheduler, trace)
         for step in reversed(trace.steps):
             if step.rates is not None:
                 costs.swap_bytes_per_second, costs.prefill_tokens_per_second = step.rates

@@ -6,6 +6,7 @@ import random
 import sys
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import pytest
 
@@ -20,6 +21,20 @@ from tests.engine import rig as rig_module
 from tests.engine.test_scheduler_machine import run_trace
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+BLOCK_BYTES = 1 << 40
+
+
+def traced_rig(path: Path, monkeypatch: pytest.MonkeyPatch, **config: Any) -> rig_module.Rig:
+    """A rig whose scheduler writes a trace, as if of an engine with enormous blocks."""
+    engine = {"block_bytes": BLOCK_BYTES}
+    monkeypatch.setattr(rig_module, "Scheduler", lambda config: TracingScheduler(config, str(path), engine))
+    rig = rig_module.Rig(**config)
+    rig.scheduler.costs.block_bytes = BLOCK_BYTES
+    return rig
+
+
+def close(rig: rig_module.Rig) -> None:
+    rig.scheduler.close()  # type: ignore[attr-defined]
 
 
 def different_steps(path: Path) -> list[int]:
@@ -58,6 +73,29 @@ def test_another_schedule_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert all(step.same for step in replay(trace))
     trace.config["max_num_batched_tokens"] = 12
     assert not all(step.same for step in replay(trace))
+
+
+def test_what_a_swap_costs_is_by_the_size_of_a_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step does not wait for blocks that take long to come back."""
+    path = tmp_path / "trace.json"
+    rig = traced_rig(
+        path,
+        monkeypatch,
+        max_num_seqs=2,
+        num_cpu_blocks=16,
+        scheduling_policy="priority",
+        preemption_mode="swap",
+    )
+    rig.add("busy", rig_module.prompt_of(6, first=20), max_tokens=16)
+    rig.add("patient", rig_module.prompt_of(6), priority=1, max_tokens=8)
+    rig.step()
+    rig.add("urgent", rig_module.prompt_of(6, first=9), max_tokens=2)
+    rig.run()
+    assert rig.num_preemptions == 1
+    close(rig)
+    trace = read_trace(path)
+    assert any(step.swapping_in for step in trace.steps)
+    assert different_steps(path) == []
 
 
 @pytest.mark.parametrize("overlap", [False, True])
