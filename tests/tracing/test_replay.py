@@ -18,6 +18,7 @@ from pagedinfer.tracing.recorder import TracingScheduler
 from pagedinfer.tracing.replay import replay
 from tests.conftest import TinyModel
 from tests.engine import rig as rig_module
+from tests.engine.fake_runner import expected_output
 from tests.engine.test_scheduler_machine import run_trace
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
@@ -73,6 +74,83 @@ def test_another_schedule_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert all(step.same for step in replay(trace))
     trace.config["max_num_batched_tokens"] = 12
     assert not all(step.same for step in replay(trace))
+
+
+@pytest.mark.parametrize("num_given", [0, 3])
+def test_a_fork_goes_on_into_a_known_block(
+    num_given: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its parent ends within that block: its own blocks do not say what it held of it."""
+    path = tmp_path / "trace.json"
+    rig = traced_rig(path, monkeypatch, block_size=8)
+    prompt = rig_module.prompt_of(3)
+    rig.add("alike", prompt, max_tokens=16)
+    rig.run()
+    parent = rig.add("parent", prompt, max_tokens=num_given + 1)
+    rig.step_until(lambda: parent.num_output_tokens == num_given)
+    rig.fork("parent", "child", prompt, output_token_ids=parent.output_token_ids, max_tokens=16)
+    rig.run()
+    close(rig)
+    assert different_steps(path) == []
+
+
+def test_forks_of_a_fork_and_of_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Known blocks begin alike that nobody knew to when the first of them came."""
+    path = tmp_path / "trace.json"
+    rig = traced_rig(path, monkeypatch, block_size=8)
+    prompt = rig_module.prompt_of(3)
+    for name, seed in (("a", 1), ("b", 2)):
+        rig.add(name, prompt, seed=seed, max_tokens=16)
+    rig.run()
+    rig.add("parent", prompt, max_tokens=1)
+    for seed in (0, 1, 2):
+        rig.fork("parent", f"child{seed}", prompt, seed=seed, max_tokens=16)
+    rig.step_until(lambda: rig.requests["child1"].num_output_tokens == 2)
+    given = rig.requests["child1"].output_token_ids
+    rig.fork("child1", "grandchild", prompt, output_token_ids=given, max_tokens=16)
+    rig.run()
+    close(rig)
+    assert different_steps(path) == []
+
+
+@pytest.mark.parametrize("goes_on", [False, True])
+def test_a_stop_token_at_the_end_of_a_known_block(
+    goes_on: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a step in flight behind it, its block is cached: the next turn of a chat begins with it."""
+    path = tmp_path / "trace.json"
+    rig = traced_rig(path, monkeypatch)
+    prompt = rig_module.prompt_of(3)
+    stop = expected_output(prompt, 0, 1)
+    if goes_on:  # the same token ends nothing here
+        rig.add("on", prompt, max_tokens=6)
+        rig.run()
+        rig.scheduler.reset_prefix_cache()
+    rig.add("turn", prompt, max_tokens=6, eos_token_ids=frozenset(stop))
+    batches = [rig.scheduler.schedule(), rig.scheduler.schedule()]
+    for batch in batches:
+        rig.apply(rig.scheduler.update(batch, rig.runner.execute(batch).result()))
+    assert rig.ends["turn"][0] == "stop"
+    rig.add("next", [*prompt, *stop, 5, 6], max_tokens=4)
+    rig.step()
+    assert [work.start for work in rig.batch.requests] == [4]
+    rig.run()
+    close(rig)
+    assert different_steps(path) == []
+
+
+def test_unlike_requests_that_had_not_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They began alike and drew different tokens, so that neither finds the other's when they start again."""
+    path = tmp_path / "trace.json"
+    rig = traced_rig(path, monkeypatch)
+    for seed in (1, 2):
+        rig.add(f"r{seed}", rig_module.prompt_of(4), seed=seed, max_tokens=20)
+    rig.step_until(lambda: rig.requests["r2"].num_output_tokens == 6)
+    assert rig.outputs["r1"] != rig.outputs["r2"]
+    rig.scheduler.recover([])
+    rig.step()
+    close(rig)
+    assert different_steps(path) == []
 
 
 def test_what_a_swap_costs_is_by_the_size_of_a_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
