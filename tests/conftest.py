@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -17,6 +18,11 @@ class TinyModel(NamedTuple):
 
     path: str
     reference: PreTrainedModel
+
+
+def pytest_configure() -> None:
+    """Ctrl-C works, also where a shell runs the tests in the background: all they start would ignore it."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
