@@ -104,8 +104,10 @@ def plot(results: dict[str, Any], path: Path) -> None:
         name, _, size = row["workload"].partition("/")
         label = f"{row['engine']}: {DESCRIPTIONS.get(name, name)}"
         bars.append((label + f", in batches of {size}" * bool(size), row["output_tok_s"]))
-    machine = f"{results['machine']['gpu']}, torch {results['machine']['torch']}"
-    draw_bars(path, f"output tokens a second, {results['model']}", bars, machine)
+    where = results["machine"]
+    device = f"{where['threads']} threads of a CPU"
+    machine = f"{where['gpu'] or device}, torch {where['torch']}"
+    draw_bars(path, f"output tokens a second, {Path(results['model']).name}", bars, machine)
 
 
 def print_row(row: dict[str, Any]) -> None:

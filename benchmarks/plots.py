@@ -163,7 +163,7 @@ def _draw(path: Path, panels: Sequence[Panel], machine: str) -> None:
 
 def draw_bars(path: Path, title: str, bars: Sequence[tuple[str, float]], machine: str) -> None:
     """A horizontal bar for each (name, number)."""
-    left, step, full = 330, 22, 300
+    left, step, full = 370, 22, 300
     width, height = left + full + 70, 34 + step * len(bars) + 14
     highest = max(number for _, number in bars)
     lines = [
