@@ -9,7 +9,6 @@ captured when they are needed first.
 
 from __future__ import annotations
 
-import time
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -22,7 +21,7 @@ from torch import Tensor
 from pagedinfer import ops
 from pagedinfer.distributed.group import SINGLE_RANK, Group
 from pagedinfer.runner.best_tokens import BestTokensOnTheWay
-from pagedinfer.runner.graph_recorder import GraphRecorder
+from pagedinfer.runner.graph_recorder import GraphRecorder, sizes_in_time
 from pagedinfer.runner.prefix_groups import PACKED_PREFIXES
 from pagedinfer.runner.step_result import DrawnTokens, StepResult
 
@@ -132,13 +131,9 @@ class DecodeGraphs:
         The largest should come first: the others fit into its memory.
         """
         if self._recorder is not None:
-            deadline = time.monotonic() + seconds
-            for size in sizes:
-                # All ranks or none: the graph begins with a step that they run together.
-                if (size, PLAIN) in self._graphs:
-                    continue
-                if self._group.least([time.monotonic() < deadline])[0]:
-                    self._capture(size, PLAIN, compute, self._recorder)
+            new = [size for size in sizes if (size, PLAIN) not in self._graphs]
+            for size in sizes_in_time(new, seconds, self._group):
+                self._capture(size, PLAIN, compute, self._recorder)
         return len(self._graphs)
 
     def close(self) -> None:

@@ -7,7 +7,6 @@ graph of a size serves every step of that many tokens, whatever its requests are
 
 from __future__ import annotations
 
-import time
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 
@@ -17,7 +16,7 @@ import torch
 from torch import Tensor
 
 from pagedinfer.distributed.group import SINGLE_RANK, Group
-from pagedinfer.runner.graph_recorder import GraphRecorder
+from pagedinfer.runner.graph_recorder import GraphRecorder, sizes_in_time
 from pagedinfer.runner.input_batch import PackedStep, StepShape
 
 Forward = Callable[[Tensor, StepShape], Tensor]
@@ -91,16 +90,12 @@ class ForwardGraphs:
         padding: see `InputBatch.padding`.
         """
         if self._recorder is not None:
-            deadline = time.monotonic() + seconds
-            for size in sizes:
-                # All ranks or none: the graph begins with a step that they run together.
-                if size in self._graphs:
-                    continue
-                if self._group.least([time.monotonic() < deadline])[0]:
-                    shape = self._shape(size)
-                    packed = self._packed[: shape.packed_length]
-                    packed.copy_(torch.from_numpy(padding(shape)))
-                    self._capture(shape, forward(packed, shape), forward, self._recorder)
+            new = [size for size in sizes if size not in self._graphs]
+            for size in sizes_in_time(new, seconds, self._group):
+                shape = self._shape(size)
+                packed = self._packed[: shape.packed_length]
+                packed.copy_(torch.from_numpy(padding(shape)))
+                self._capture(shape, forward(packed, shape), forward, self._recorder)
         return len(self._graphs)
 
     def close(self) -> None:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import TypeVar
 
 import torch
+
+from pagedinfer.distributed.group import Group
 
 Result = TypeVar("Result")
 
@@ -46,6 +49,17 @@ class GraphRecorder:
     def close(self) -> None:
         """The graphs have been dropped."""
         torch._C._cuda_clearCublasWorkspaces()  # torch keeps one for each stream that ever ran a GEMM
+
+
+def sizes_in_time(sizes: Iterable[int], seconds: float, group: Group) -> Iterator[int]:
+    """Those of the sizes whose turn comes before so much time has passed.
+
+    For all ranks or none: the capture of a graph begins with a step that they run together.
+    """
+    deadline = time.monotonic() + seconds
+    for size in sizes:
+        if group.least([time.monotonic() < deadline])[0]:
+            yield size
 
 
 @contextmanager
