@@ -78,18 +78,15 @@ class GrammarCompiler:
             int32 [len(matchers), words], words of the tokenizer's vocabulary, the lowest ids first. Of a
             matcher that is in error afterwards (`is_error`), anything.
         """
-        fill = import_module("llguidance.numpy")
         with self._lock:
-            masks: npt.NDArray[np.int32] = fill.allocate_token_bitmask(
-                len(matchers), self._vocabulary().vocab_size
-            )
+            masks = self._room_for_masks(len(matchers))
             if self._executor is None and len(matchers) > 1:
                 self._executor = _llguidance().LLExecutor()
         if len(matchers) > 1:
             rows = [(matcher, row) for row, matcher in enumerate(matchers)]
-            fill.fill_next_token_bitmask_par(self._executor, rows, masks)
+            _numpy_masks().fill_next_token_bitmask_par(self._executor, rows, masks)
         elif matchers:
-            fill.fill_next_token_bitmask(matchers[0], masks)
+            _numpy_masks().fill_next_token_bitmask(matchers[0], masks)
         return masks
 
     @property
@@ -104,12 +101,17 @@ class GrammarCompiler:
             raise _invalid(matcher.get_error())
         # That no text satisfies a grammar, or that it is too complex, often shows only at its first mask.
         first = matcher.deep_copy()
-        fill = import_module("llguidance.numpy")
-        fill.fill_next_token_bitmask(first, fill.allocate_token_bitmask(1, self._vocabulary().vocab_size))
+        _numpy_masks().fill_next_token_bitmask(first, self._room_for_masks(1))
         if first.is_error():
             reason = first.get_error().split(maxsplit=1)[0]  # what follows is the state of the parser
             raise _invalid(f"no text satisfies it, or it is too complex ({reason})")
         return matcher
+
+    def _room_for_masks(self, count: int) -> npt.NDArray[np.int32]:
+        room: npt.NDArray[np.int32] = _numpy_masks().allocate_token_bitmask(
+            count, self._vocabulary().vocab_size
+        )
+        return room
 
     def _vocabulary(self) -> LLTokenizer:
         if self._tokenizer is None:
@@ -165,6 +167,10 @@ def _llguidance() -> Any:
             "structured_outputs needs llguidance: pip install 'pagedinfer[structured]'"
         ) from error
     return llguidance
+
+
+def _numpy_masks() -> Any:
+    return import_module("llguidance.numpy")
 
 
 def _invalid(message: str) -> ValueError:
