@@ -170,7 +170,7 @@ class LLMEngine:
         seed = request_seed(params.seed, self.config.seed, self._num_requests)
         first, *further = (
             Request(
-                request_id if i == 0 else f"{request_id}#{i}",
+                _choice_id(request_id, i),
                 prompt.token_ids,
                 params,
                 eos_token_ids=self._eos_token_ids,
@@ -199,7 +199,7 @@ class LLMEngine:
         if not isinstance(priority, int):
             raise ValueError(f"priority must be an integer, got {priority!r}")
         for i in range(num_choices):
-            name = f"{request_id}#{i}" if i else request_id
+            name = _choice_id(request_id, i)
             if name in self.scheduler.requests or name in self._outputs or name in self._beam_searches:
                 raise ValueError(f"there is an unfinished request {name!r} already")
 
@@ -375,3 +375,8 @@ class LLMEngine:
         """Raises RuntimeError if the engine has been closed."""
         if self._closed:
             raise RuntimeError("this engine has been closed")
+
+
+def _choice_id(request_id: str, index: int) -> str:
+    """What the scheduler calls a choice of a request: the first has the request's own name."""
+    return f"{request_id}#{index}" if index else request_id
