@@ -175,15 +175,7 @@ cudaError_t launch_peer_all_reduce_norm(const PeerAllReduceParams& p, const RmsN
   }
   const cudaError_t status = launch_peer_all_reduce_norm_few(p, norm, stream);
   if (status != cudaErrorNotSupported) return status;
-  switch (p.dtype) {
-    case DType::float32:
-      return launch<float>(p, norm, stream);
-    case DType::float16:
-      return launch<__half>(p, norm, stream);
-    case DType::bfloat16:
-      return launch<__nv_bfloat16>(p, norm, stream);
-  }
-  return cudaErrorInvalidValue;  // not reached: the entry checks dtypes
+  return with_element_type(p.dtype, [&]<typename T>() { return launch<T>(p, norm, stream); });
 }
 
 }  // namespace pagedinfer

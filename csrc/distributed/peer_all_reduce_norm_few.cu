@@ -108,15 +108,7 @@ cudaError_t launch(const PeerAllReduceParams& p, const RmsNormParams& norm, cuda
 
 cudaError_t launch_peer_all_reduce_norm_few(const PeerAllReduceParams& p, const RmsNormParams& norm,
                                             cudaStream_t stream) {
-  switch (p.dtype) {
-    case DType::float32:
-      return launch<float>(p, norm, stream);
-    case DType::float16:
-      return launch<__half>(p, norm, stream);
-    case DType::bfloat16:
-      return launch<__nv_bfloat16>(p, norm, stream);
-  }
-  return cudaErrorInvalidValue;  // not reached: the entry checks dtypes
+  return with_element_type(p.dtype, [&]<typename T>() { return launch<T>(p, norm, stream); });
 }
 
 }  // namespace pagedinfer

@@ -175,15 +175,7 @@ cudaError_t launch(const RouteExpertsParams& p, cudaStream_t stream) {
 }  // namespace
 
 cudaError_t launch_route_experts(const RouteExpertsParams& p, cudaStream_t stream) {
-  switch (p.dtype) {
-    case DType::float32:
-      return launch<float>(p, stream);
-    case DType::float16:
-      return launch<__half>(p, stream);
-    case DType::bfloat16:
-      return launch<__nv_bfloat16>(p, stream);
-  }
-  return cudaErrorInvalidValue;  // not reached: the entry checks dtypes
+  return with_element_type(p.dtype, [&]<typename T>() { return launch<T>(p, stream); });
 }
 
 }  // namespace pagedinfer

@@ -65,24 +65,29 @@ __device__ __forceinline__ float rounded_through(float x) {
   return to_float(rounded<T>(x));
 }
 
+// Calls launch.operator()<T>() with the element type of `dtype`.
+template <typename Launch>
+cudaError_t with_element_type(DType dtype, const Launch& launch) {
+  switch (dtype) {
+    case DType::float32:
+      return launch.template operator()<float>();
+    case DType::float16:
+      return launch.template operator()<__half>();
+    case DType::bfloat16:
+      return launch.template operator()<__nv_bfloat16>();
+  }
+  return cudaErrorInvalidValue;  // not reached: the entries check dtypes
+}
+
 // Calls launch.operator()<T, kCount>() with the element type of `dtype` and either as many elements
 // as 16 bytes hold or, where `vectors` is false (rows that do not start or end at such multiples),
 // one.
 template <typename Launch>
 cudaError_t with_elements(DType dtype, bool vectors, const Launch& launch) {
-  const auto with_type = [&]<typename T>() {
+  return with_element_type(dtype, [&]<typename T>() {
     return vectors ? launch.template operator()<T, kVectorBytes / sizeof(T)>()
                    : launch.template operator()<T, 1>();
-  };
-  switch (dtype) {
-    case DType::float32:
-      return with_type.template operator()<float>();
-    case DType::float16:
-      return with_type.template operator()<__half>();
-    case DType::bfloat16:
-      return with_type.template operator()<__nv_bfloat16>();
-  }
-  return cudaErrorInvalidValue;  // not reached: the entries check dtypes
+  });
 }
 
 }  // namespace pagedinfer
