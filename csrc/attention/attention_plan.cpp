@@ -1,6 +1,7 @@
 #include "attention/attention_plan.h"
 
 #include <algorithm>
+#include <cmath>
 
 #include "attention/attention_plan_cuda.h"
 #include "attention/check_prefixes.h"
@@ -71,6 +72,12 @@ int64_t checked_sliding_window(const char* op, int64_t sliding_window) {
   PAGEDINFER_CHECK(sliding_window >= 0, op, ": sliding_window is ", sliding_window,
                    "; expected >= 0 (0: no window)");
   return std::min<int64_t>(sliding_window, INT32_MAX);
+}
+
+void check_scores(const char* op, double scale, double logit_cap) {
+  PAGEDINFER_CHECK(std::isfinite(scale), op, ": scale is ", scale, "; expected a finite number");
+  PAGEDINFER_CHECK(std::isfinite(logit_cap) && logit_cap >= 0, op, ": logit_cap is ", logit_cap,
+                   "; expected a finite number >= 0 (0: no cap)");
 }
 
 AttentionPlanSizes attention_plan_sizes_cpu() {

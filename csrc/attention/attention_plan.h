@@ -45,6 +45,9 @@ void check_attention_shape(const char* op, const AttentionPlanShape& shape);
 // kernels may compute with int32 positions.
 int64_t checked_sliding_window(const char* op, int64_t sliding_window);
 
+// Refuses a scale or a cap of the scores that is not finite, and a negative cap.
+void check_scores(const char* op, double scale, double logit_cap);
+
 // The CPU's sizes. Constants: the workspace bounds how many partial results are in memory at a
 // time.
 AttentionPlanSizes attention_plan_sizes_cpu();

@@ -1,7 +1,5 @@
 #include "attention/paged_attention.h"
 
-#include <cmath>
-
 #include "attention/attention_plan.h"
 #include "attention/attention_plan_cuda.h"
 #include "attention/attention_work.h"
@@ -145,10 +143,8 @@ void paged_attention(const Tensor& query, const Tensor& kv_cache, const Tensor& 
       .block_size = check.size("block_size"),
   };
   check_attention_shape(kOp, shape);
-  PAGEDINFER_CHECK(std::isfinite(scale), kOp, ": scale is ", scale, "; expected a finite number");
+  check_scores(kOp, scale, logit_cap);
   sliding_window = checked_sliding_window(kOp, sliding_window);
-  PAGEDINFER_CHECK(std::isfinite(logit_cap) && logit_cap >= 0, kOp, ": logit_cap is ", logit_cap,
-                   "; expected a finite number >= 0 (0: no cap)");
 
   const SharedPrefixes prefixes =
       checked_shared_prefixes(check, kOp, prefix_start, prefix_lens, max_query_len, sliding_window);

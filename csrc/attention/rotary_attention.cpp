@@ -1,7 +1,6 @@
 #include "attention/rotary_attention.h"
 
 #include <algorithm>
-#include <cmath>
 #include <cstring>
 #include <numeric>
 #include <vector>
@@ -12,6 +11,7 @@
 #include "cache/rotary_store_kv.h"
 #include "common/check.h"
 #include "common/cuda_context.h"
+#include "layers/rotary_checks.h"
 #include "ops.h"
 
 namespace pagedinfer {
@@ -29,9 +29,7 @@ void check_contents(const RotaryAttentionParams& p) {
                      "] is ", seq_len, "; expected one in [0, ", p.max_blocks * p.block_size,
                      "], as block_table has ", p.max_blocks, " columns and block_size is ",
                      p.block_size);
-    PAGEDINFER_CHECK(p.positions[i] >= 0 && p.positions[i] < p.max_position, kOp, ": positions[", i,
-                     "] is ", p.positions[i], "; expected one in [0, ", p.max_position,
-                     "), the rows of cos_sin_cache");
+    check_position(kOp, p.positions, i, p.max_position);
     const int32_t* table = p.block_table + i * p.block_table_stride;
     const int64_t first_key = p.sliding_window > 0 ? seq_len - p.sliding_window : 0;
     for (int64_t b = std::max<int64_t>(first_key, 0) / p.block_size; b * p.block_size < seq_len;
@@ -174,15 +172,8 @@ void rotary_attention(const Tensor& positions, const Tensor& query, const Tensor
     check.same_device(name, *tensor);
     check.contiguous(name, *tensor);
   }
-  const auto check_weight = [&](const char* name, const std::optional<Tensor>& weight) {
-    if (!weight) return;
-    check.shape(name, *weight, {"head_dim"});
-    check.float_dtype(name, *weight);
-    check.same_device(name, *weight);
-    check.contiguous(name, *weight);
-  };
-  check_weight("query_norm_weight", query_norm_weight);
-  check_weight("key_norm_weight", key_norm_weight);
+  check_head_norm(check, "query_norm_weight", query_norm_weight);
+  check_head_norm(check, "key_norm_weight", key_norm_weight);
   const AttentionPlanShape shape{
       .num_seqs = check.size("num_seqs"),
       .num_tokens = check.size("num_seqs"),
@@ -193,9 +184,7 @@ void rotary_attention(const Tensor& positions, const Tensor& query, const Tensor
       .block_size = check.size("block_size"),
   };
   check_attention_shape(kOp, shape);
-  PAGEDINFER_CHECK(std::isfinite(scale), kOp, ": scale is ", scale, "; expected a finite number");
-  PAGEDINFER_CHECK(std::isfinite(logit_cap) && logit_cap >= 0, kOp, ": logit_cap is ", logit_cap,
-                   "; expected a finite number >= 0 (0: no cap)");
+  check_scores(kOp, scale, logit_cap);
 
   const auto pointer = [](const std::optional<Tensor>& tensor) {
     return tensor ? tensor->const_data_ptr() : nullptr;

@@ -3,6 +3,7 @@
 #include "cache/rotary_store_kv_cuda.h"
 #include "common/check.h"
 #include "common/cuda_context.h"
+#include "layers/rotary_checks.h"
 #include "ops.h"
 
 namespace pagedinfer {
@@ -40,15 +41,8 @@ void rotary_store_kv(const Tensor& positions, Tensor query, const Tensor& key, c
   check.contiguous("positions", positions);
   check.contiguous("slot_mapping", slot_mapping);
   check.contiguous("cos_sin_cache", cos_sin_cache);
-  const auto check_weight = [&](const char* name, const std::optional<Tensor>& weight) {
-    if (!weight) return;
-    check.shape(name, *weight, {"head_dim"});
-    check.float_dtype(name, *weight);
-    check.same_device(name, *weight);
-    check.contiguous(name, *weight);
-  };
-  check_weight("query_norm_weight", query_norm_weight);
-  check_weight("key_norm_weight", key_norm_weight);
+  check_head_norm(check, "query_norm_weight", query_norm_weight);
+  check_head_norm(check, "key_norm_weight", key_norm_weight);
   const int64_t head_dim = check.size("head_dim");
   const int64_t rotary_dim = check.size("rotary_dim");
   PAGEDINFER_CHECK(head_dim <= kMaxRotaryStoreHeadDim, "rotary_store_kv: query has shape ",
@@ -93,10 +87,7 @@ void rotary_store_kv(const Tensor& positions, Tensor query, const Tensor& key, c
   if (is_cpu(query)) {
     const int64_t num_slots = params.num_blocks * params.block_size;
     for (int64_t t = 0; t < params.num_tokens; ++t) {
-      PAGEDINFER_CHECK(params.positions[t] >= 0 && params.positions[t] < params.max_position,
-                       "rotary_store_kv: positions[", t, "] is ", params.positions[t],
-                       "; expected one in [0, ", params.max_position,
-                       "), the rows of cos_sin_cache");
+      check_position("rotary_store_kv", params.positions, t, params.max_position);
       PAGEDINFER_CHECK(params.slot_mapping[t] >= -1 && params.slot_mapping[t] < num_slots,
                        "rotary_store_kv: slot_mapping[", t, "] is ", params.slot_mapping[t],
                        "; expected -1 (padding) or a slot below ", num_slots);

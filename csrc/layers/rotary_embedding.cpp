@@ -2,6 +2,7 @@
 
 #include "common/check.h"
 #include "common/cuda_context.h"
+#include "layers/rotary_checks.h"
 #include "layers/rotary_embedding_cuda.h"
 #include "ops.h"
 
@@ -58,10 +59,7 @@ void rotary_embedding(const Tensor& positions, Tensor query, std::optional<Tenso
 
   if (is_cpu(query)) {
     for (int64_t t = 0; t < params.num_tokens; ++t) {
-      PAGEDINFER_CHECK(params.positions[t] >= 0 && params.positions[t] < params.max_position,
-                       "rotary_embedding: positions[", t, "] is ", params.positions[t],
-                       "; expected one in [0, ", params.max_position,
-                       "), the rows of cos_sin_cache");
+      check_position("rotary_embedding", params.positions, t, params.max_position);
     }
     PAGEDINFER_CPU_KERNEL(rotary_embedding_cpu)(params);
     return;
