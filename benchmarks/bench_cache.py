@@ -29,6 +29,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import plots
 import timing
+from timing import bandwidth_row
 
 from pagedinfer import ops
 
@@ -40,21 +41,6 @@ MAX_DECODES = 256
 MIB = 2**20
 
 Row = dict[str, Any]
-
-
-def row(kind: str, size: str, kernel: str, num_bytes: float, took: timing.Timing, ceiling: float) -> Row:
-    rate = num_bytes / took.median
-    return {
-        "kind": kind,
-        "size": size,
-        "kernel": kernel,
-        "us": took.median * 1e6,
-        "low": took.low * 1e6,
-        "high": took.high * 1e6,
-        "bytes": num_bytes,
-        "TB/s": rate / 1e12,
-        "ceiling": rate / ceiling,
-    }
 
 
 # ---- storing keys and values -------------------------------------------------------------------------
@@ -144,7 +130,9 @@ def store_rows(peers: list[str], ceiling: float, seconds: float) -> list[Row]:
             except (ImportError, AttributeError) as error:
                 print(f"no vllm: {error}", file=sys.stderr)
         rows += [
-            row(name, f"{tokens} tokens", who, size, timing.time_calls(calls, seconds=seconds), ceiling)
+            bandwidth_row(
+                name, f"{tokens} tokens", who, size, timing.time_calls(calls, seconds=seconds), ceiling
+            )
             for name, who, size, calls in variants
         ]
     return rows
@@ -187,7 +175,7 @@ def copy_rows(peers: list[str], ceiling: float, seconds: float) -> list[Row]:
                     for cache in caches
                 ]
             rows += [
-                row(
+                bandwidth_row(
                     f"copy blocks of {block_bytes // 1024} KiB, {kind}",
                     f"{count} blocks",
                     who,
@@ -232,10 +220,12 @@ def swap_rows(peers: list[str], seconds: float) -> list[Row]:
                 partial(ops.swap_blocks, out_of, to_host, mapping),
                 partial(ops.swap_blocks, from_host, into, mapping),
             )
-            rows.append(row(f"{name}, out", blocks, "ours", size, timed(at_once(swap_out)), link))
-            rows.append(row(f"{name}, in", blocks, "ours", size, timed(at_once(swap_in)), link))
+            rows.append(bandwidth_row(f"{name}, out", blocks, "ours", size, timed(at_once(swap_out)), link))
+            rows.append(bandwidth_row(f"{name}, in", blocks, "ours", size, timed(at_once(swap_in)), link))
             rows.append(
-                row(f"{name}, both ways", blocks, "ours", 2 * size, timed(at_once(swap_out, swap_in)), link)
+                bandwidth_row(
+                    f"{name}, both ways", blocks, "ours", 2 * size, timed(at_once(swap_out, swap_in)), link
+                )
             )
             if "torch" in peers and kind == "scattered":
                 pairs = mapping.tolist()
@@ -246,7 +236,7 @@ def swap_rows(peers: list[str], seconds: float) -> list[Row]:
                     for source, destination in pairs:
                         b[destination].copy_(a[source], non_blocking=True)
 
-                rows.append(row(f"{name}, out", blocks, "torch", size, timed(one_by_one), link))
+                rows.append(bandwidth_row(f"{name}, out", blocks, "torch", size, timed(one_by_one), link))
     return rows
 
 

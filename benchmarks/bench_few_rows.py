@@ -45,9 +45,7 @@ def row(model: str, what: str, num_rows: int, who: str, weights: float, took: ti
         "what": what,
         "rows": num_rows,
         "kernel": who,
-        "us": took.median * 1e6,
-        "low": took.low * 1e6,
-        "high": took.high * 1e6,
+        **took.columns(),
         "TB/s": weights / took.median / 1e12,
     }
 

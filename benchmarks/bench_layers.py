@@ -202,21 +202,8 @@ def measured(operation: Operation, peers: list[str], ceiling: float, seconds: fl
                 file=sys.stderr,
             )
             continue
-        rate = operation.bytes / took.median
-        rows.append(
-            {
-                "kind": operation.kind,
-                "size": operation.size,
-                "kernel": who,
-                "us": took.median * 1e6,
-                "low": took.low * 1e6,
-                "high": took.high * 1e6,
-                "bytes": operation.bytes,
-                "TB/s": rate / 1e12,
-                "ceiling": rate / ceiling,
-                "error": float((out - exact).norm() / exact.norm()),
-            }
-        )
+        row = timing.bandwidth_row(operation.kind, operation.size, who, operation.bytes, took, ceiling)
+        rows.append(row | {"error": float((out - exact).norm() / exact.norm())})
     return rows
 
 

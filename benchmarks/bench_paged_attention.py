@@ -317,9 +317,7 @@ def measured(name: str, kernel: str, batch: Batch, calls: Calls, args: argparse.
         "num_seqs": len(batch.seqs),
         "tokens": batch.query.shape[0],
         "bytes": batch.bytes(),
-        "us": took.median * 1e6,
-        "low": took.low * 1e6,
-        "high": took.high * 1e6,
+        **took.columns(),
         "TB/s": batch.bytes() / took.median / 1e12,
         "TFLOP/s": batch.operations() / took.median / 1e12,
         "error": wrong,
@@ -334,13 +332,7 @@ def rows_of(name: str, seqs: list[tuple[int, int]], args: argparse.Namespace) ->
     if args.plan:
         plan = ours_plan(batch, False)
         took = timing.time_calls([lambda: ours_plan(batch, False, out=plan)] * 8, seconds=args.seconds)
-        yield {
-            "batch": name,
-            "kernel": "plan",
-            "us": took.median * 1e6,
-            "low": took.low * 1e6,
-            "high": took.high * 1e6,
-        }
+        yield {"batch": name, "kernel": "plan", **took.columns()}
     for peer in args.vs:
         try:
             yield measured(name, peer, batch, PEERS[peer](batch, args), args)

@@ -193,7 +193,7 @@ def measured(
                 "rows": num_rows,
                 "vocabulary": vocab_size,
                 "who": who,
-                **timing.as_row(figure),
+                **figure.columns(),
                 "read": size / (ceiling / 1e6),
                 "reads": figure.median * ceiling / size,
             }

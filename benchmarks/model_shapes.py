@@ -6,46 +6,37 @@ import json
 from pathlib import Path
 from typing import Any
 
+_LLAMA_3: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "rope_theta": 500000.0,
+    "max_position_embeddings": 32768,
+    "rms_norm_eps": 1e-5,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    "attention_bias": False,
+    "mlp_bias": False,
+    "bos_token_id": 128000,
+    "eos_token_id": 128001,
+    "torch_dtype": "bfloat16",
+}
+
 SHAPES: dict[str, dict[str, Any]] = {
-    "llama-3-8b": {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
+    "llama-3-8b": _LLAMA_3
+    | {
         "hidden_size": 4096,
         "num_hidden_layers": 32,
         "num_attention_heads": 32,
-        "num_key_value_heads": 8,
         "intermediate_size": 14336,
-        "vocab_size": 128256,
-        "rope_theta": 500000.0,
-        "max_position_embeddings": 32768,
-        "rms_norm_eps": 1e-5,
-        "hidden_act": "silu",
-        "tie_word_embeddings": False,
-        "attention_bias": False,
-        "mlp_bias": False,
-        "bos_token_id": 128000,
-        "eos_token_id": 128001,
-        "torch_dtype": "bfloat16",
     },
-    "llama-3-70b": {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
+    "llama-3-70b": _LLAMA_3
+    | {
         "hidden_size": 8192,
         "num_hidden_layers": 80,
         "num_attention_heads": 64,
-        "num_key_value_heads": 8,
         "intermediate_size": 28672,
-        "vocab_size": 128256,
-        "rope_theta": 500000.0,
-        "max_position_embeddings": 32768,
-        "rms_norm_eps": 1e-5,
-        "hidden_act": "silu",
-        "tie_word_embeddings": False,
-        "attention_bias": False,
-        "mlp_bias": False,
-        "bos_token_id": 128000,
-        "eos_token_id": 128001,
-        "torch_dtype": "bfloat16",
     },
     "qwen3-0.6b": {
         "architectures": ["Qwen3ForCausalLM"],

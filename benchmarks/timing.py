@@ -14,7 +14,7 @@ import platform
 import subprocess
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,10 @@ class Timing:
     high: float
     """90th percentile."""
     replays: int
+
+    def columns(self) -> dict[str, float]:
+        """Of a row, in microseconds."""
+        return {"us": self.median * 1e6, "low": self.low * 1e6, "high": self.high * 1e6}
 
 
 def rotations(bytes_of_a_call: float, most: int = 32) -> int:
@@ -130,6 +134,22 @@ def copy_ceiling() -> float:
     return 2 * source.numel() / time_calls([lambda: target.copy_(source)] * 8, graph=False).median
 
 
+def bandwidth_row(
+    kind: str, size: str, kernel: str, num_bytes: float, took: Timing, ceiling: float
+) -> dict[str, Any]:
+    """Of a kernel that waits for memory alone: its bandwidth, and the share of `ceiling`, bytes/s."""
+    rate = num_bytes / took.median
+    return {
+        "kind": kind,
+        "size": size,
+        "kernel": kernel,
+        **took.columns(),
+        "bytes": num_bytes,
+        "TB/s": rate / 1e12,
+        "ceiling": rate / ceiling,
+    }
+
+
 def print_table(rows: Sequence[dict[str, Any]]) -> None:
     """One line a row, the first row's keys as columns."""
     if not rows:
@@ -171,8 +191,3 @@ def peer_versions() -> dict[str, str]:
         with suppress(metadata.PackageNotFoundError):
             found[package] = metadata.version(package)
     return found
-
-
-def as_row(timing: Timing) -> dict[str, float]:
-    """The columns of a timing: microseconds."""
-    return {key: value * 1e6 for key, value in asdict(timing).items() if key != "replays"}
