@@ -37,7 +37,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from model_shapes import SHAPES, write_shape
 from plots import draw_bars
 from step_profile import StepProfile
-from workloads import DESCRIPTIONS, MARK, Batch, Workload, timed, workload
+from workloads import DESCRIPTIONS, MARK, Batch, Workload, generate_batch, timed, timed_on, workload
 
 
 def main() -> None:
@@ -139,35 +139,15 @@ def run_pagedinfer(
     )
     print(f"   pagedinfer  ready after {time.perf_counter() - start:.1f} s", flush=True)
 
-    def generate(batch: Batch, sampling: dict[str, Any]) -> int:
-        outputs = llm.generate(
-            [{"prompt_token_ids": prompt} for prompt, _ in batch],
-            [
-                SamplingParams(max_tokens=length, ignore_eos=True, detokenize=False, **sampling)
-                for _, length in batch
-            ],
-            use_tqdm=False,
-        )
-        return sum(len(output.outputs[0].token_ids) for output in outputs)
-
-    rows = []
     with llm:
-        for work in works:
-            sampling = work.sampling
-            warm_up = [(prompt, min(length, 8)) for prompt, length in work.batches[0][:8]]
-            generate(warm_up, sampling)
-            rows.append(
-                timed(
-                    work, args.repeats, lambda batch, s=sampling: generate(batch, s), llm.reset_prefix_cache
-                )
-            )
+        rows = [timed_on(llm, SamplingParams, work, args.repeats) for work in works]
         if args.profile:
             profile = StepProfile(llm.llm_engine)
             for work, row in zip(works, rows, strict=True):
                 llm.reset_prefix_cache()
                 profile.clear()
                 for batch in work.batches:
-                    generate(batch, work.sampling)
+                    generate_batch(llm, SamplingParams, batch, work.sampling)
                 print(f"   pagedinfer  {work.name}: where a step's time goes, medians")
                 profile.print_table()
                 row["profile"] = profile.table()

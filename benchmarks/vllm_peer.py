@@ -12,10 +12,9 @@ import os
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from workloads import MARK, Batch, timed, workload
+from workloads import MARK, timed_on, workload
 
 _ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
@@ -58,22 +57,8 @@ def main() -> None:
     )
     print(f"   vllm  ready after {time.perf_counter() - start:.1f} s", flush=True)
 
-    def generate(batch: Batch, sampling: dict[str, Any]) -> int:
-        outputs = llm.generate(
-            [{"prompt_token_ids": prompt} for prompt, _ in batch],
-            [
-                SamplingParams(max_tokens=length, ignore_eos=True, detokenize=False, **sampling)
-                for _, length in batch
-            ],
-            use_tqdm=False,
-        )
-        return sum(len(output.outputs[0].token_ids) for output in outputs)
-
     for work in works:
-        sampling = work.sampling
-        generate([(prompt, min(length, 8)) for prompt, length in work.batches[0][:8]], sampling)
-        row = timed(work, args.repeats, lambda batch, s=sampling: generate(batch, s), llm.reset_prefix_cache)
-        print(MARK + json.dumps(row), flush=True)
+        print(MARK + json.dumps(timed_on(llm, SamplingParams, work, args.repeats)), flush=True)
 
 
 if __name__ == "__main__":

@@ -118,6 +118,31 @@ def workload(name: str, vocab_size: int) -> Workload:
     return Workload(name, [[(draw.prompt(length_in), length_out) for _ in range(count)]])
 
 
+def generate_batch(llm: Any, params_class: Any, batch: Batch, sampling: dict[str, Any]) -> int:
+    """Runs a batch to its end; returns how many tokens came. LLM and SamplingParams are ours or vLLM's."""
+    outputs = llm.generate(
+        [{"prompt_token_ids": prompt} for prompt, _ in batch],
+        [
+            params_class(max_tokens=length, ignore_eos=True, detokenize=False, **sampling)
+            for _, length in batch
+        ],
+        use_tqdm=False,
+    )
+    return sum(len(output.outputs[0].token_ids) for output in outputs)
+
+
+def timed_on(llm: Any, params_class: Any, work: Workload, repeats: int) -> dict[str, Any]:
+    """As `timed`, after a short warm-up, by `generate_batch`."""
+    warm_up = [(prompt, min(length, 8)) for prompt, length in work.batches[0][:8]]
+    generate_batch(llm, params_class, warm_up, work.sampling)
+    return timed(
+        work,
+        repeats,
+        lambda batch: generate_batch(llm, params_class, batch, work.sampling),
+        llm.reset_prefix_cache,
+    )
+
+
 def timed(
     work: Workload, repeats: int, generate: Callable[[Batch], int], reset: Callable[[], Any]
 ) -> dict[str, Any]:
