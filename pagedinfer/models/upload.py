@@ -7,7 +7,6 @@ import threading
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from types import TracebackType
 
 import torch
 from torch import Tensor
@@ -77,12 +76,7 @@ class Uploader:
     def __enter__(self) -> Uploader:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: object, traceback: object) -> None:
         if self._pool is not None:
             self._pool.shutdown(cancel_futures=error is not None)
             for lane in self._lanes:

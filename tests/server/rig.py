@@ -15,7 +15,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NamedTuple, Self
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -165,12 +164,7 @@ class ServerThread(Client):
             return self.get("/health").status == 200
         return False
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.server.should_exit = True
         self._thread.join(30)
 
@@ -241,12 +235,7 @@ class Server(Client):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: object, traceback: object) -> None:
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
             try:
