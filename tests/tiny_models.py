@@ -23,6 +23,19 @@ from transformers import (
 PAD, BOS, EOS = 0, 1, 2
 VOCAB_SIZE = 320
 
+SPECIALS = {"pad_token_id": PAD, "bos_token_id": BOS, "eos_token_id": EOS}
+LLAMA: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 128,
+    "intermediate_size": 192,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": False,
+}
+
 _TEXT = (
     "The quick brown fox jumps over the lazy dog, and then the other dog sees the fox in the field. "
     "There is nothing better than a good thing that someone has thought through to the end of it all."
@@ -32,23 +45,9 @@ _TEXT = (
 def make_llama(path: Path, *, seed: int = 0, shard_size: str = "200KB", **config: Any) -> PreTrainedModel:
     """Saves a random Llama (float32, sharded) and a tokenizer under `path`, and returns the Llama.
 
-    `config` overrides LlamaConfig's arguments; the default is 2 layers of 4 heads of 64 on 2 KV heads.
+    `config` overrides LlamaConfig's arguments, which are those of LLAMA by default.
     """
-    options: dict[str, Any] = {
-        "vocab_size": VOCAB_SIZE,
-        "hidden_size": 128,
-        "intermediate_size": 192,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 64,
-        "max_position_embeddings": 512,
-        "tie_word_embeddings": False,
-        "pad_token_id": PAD,
-        "bos_token_id": BOS,
-        "eos_token_id": EOS,
-    }
-    return make_model(path, LlamaConfig(**options | config), seed=seed, shard_size=shard_size)
+    return make_model(path, LlamaConfig(**LLAMA | SPECIALS | config), seed=seed, shard_size=shard_size)
 
 
 def make_model(

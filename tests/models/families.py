@@ -11,19 +11,9 @@ from typing import Any
 import transformers
 from transformers import PreTrainedModel
 
-from tests.tiny_models import BOS, EOS, PAD, VOCAB_SIZE, make_model
+from tests.tiny_models import LLAMA, SPECIALS, VOCAB_SIZE, make_model
 
-ROTARY: dict[str, Any] = {
-    "vocab_size": VOCAB_SIZE,
-    "hidden_size": 128,
-    "intermediate_size": 192,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-    "max_position_embeddings": 512,
-    "tie_word_embeddings": False,
-}
+ROTARY = LLAMA  # what all families with rotary embeddings read
 GPT2: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
     "n_embd": 128,
@@ -173,8 +163,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def make(path: Path, config_class: str, options: dict[str, Any]) -> PreTrainedModel:
-    specials = {"pad_token_id": PAD, "bos_token_id": BOS, "eos_token_id": EOS}
-    return make_model(path, getattr(transformers, config_class)(**options | specials))
+    return make_model(path, getattr(transformers, config_class)(**options | SPECIALS))
 
 
 def architecture_of(config_class: str) -> str:
