@@ -283,6 +283,13 @@ def rms_norm_residual(
     return rms_norm(residual, weight, epsilon), residual
 
 
+def cos_sin_table(max_position: int, rotary_dim: int) -> Tensor:
+    """float32 [max_position, rotary_dim]: cosines, then sines, of a base of 10,000."""
+    frequencies = 10000.0 ** -(torch.arange(0, rotary_dim, 2) / rotary_dim)
+    angles = torch.outer(torch.arange(max_position), frequencies)
+    return torch.cat((angles.cos(), angles.sin()), dim=1)
+
+
 def rotary_embedding(
     positions: Tensor, heads: Tensor, cos_sin_cache: Tensor, interleaved: bool = False
 ) -> Tensor:

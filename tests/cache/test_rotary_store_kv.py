@@ -75,8 +75,7 @@ def random_case(
     num_blocks: int = 9,
     block_size: int = 16,
 ) -> Case:
-    half = (head_dim if rotary_dim is None else rotary_dim) // 2
-    angles = torch.outer(torch.arange(MAX_POSITION), 10000.0 ** -(torch.arange(half) / half))
+    table = reference.cos_sin_table(MAX_POSITION, head_dim if rotary_dim is None else rotary_dim)
     widths = [num_heads * head_dim, num_kv_heads * head_dim, num_kv_heads * head_dim]
     qkv = torch.randn(num_tokens, sum(widths), device=device).to(dtype)
     query, key, value = (part.unflatten(1, (-1, head_dim)) for part in qkv.split(widths, dim=1))
@@ -89,7 +88,7 @@ def random_case(
         query=query,
         key=key,
         value=value,
-        cos_sin_cache=torch.cat((angles.cos(), angles.sin()), dim=1).to(device),
+        cos_sin_cache=table.to(device),
         kv_cache=whole[:, 1],
         slot_mapping=slots.to(device),
         interleaved=interleaved,
