@@ -5,7 +5,6 @@ The engine is in this process, and the ranks are those of the pool; `test_worker
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from typing import Any
 
@@ -19,7 +18,14 @@ from pagedinfer.models.model_config import ModelConfig
 from tests.conftest import TinyModel
 from tests.distributed.rank_pool import RankPool
 from tests.distributed.rank_tasks import close_worker, execute, make_worker
-from tests.engine.test_equivalence import ENGINES, PARAMS, PROMPTS, Result, expected, generate
+from tests.engine.test_equivalence import (
+    ENGINES,
+    Result,
+    check_same_tokens,
+    expected,
+    generate,
+    order_of,
+)
 
 __all__ = ["expected"]
 
@@ -90,17 +96,9 @@ def test_the_tokens_of_one_rank(
 
     monkeypatch.setattr(engine_module, "WorkerGroup", make)
     changes: dict[str, Any] = ENGINES.get(name, {}) | {"tensor_parallel_size": num_ranks}
-    order = list(range(len(PROMPTS)))
-    if name == "another order":
-        random.Random(3).shuffle(order)
-    outputs, logprobs, counters = generate(tiny_llama.path, order, **changes)
-    for output, other, params in zip(outputs, expected[0], PARAMS, strict=True):
-        for found, wanted in zip(output.outputs, other.outputs, strict=True):
-            assert found.token_ids == wanted.token_ids
-            assert len(found.token_ids) == params.max_tokens
-    for found_logprobs, wanted_logprobs in zip(logprobs, expected[1], strict=True):
-        for one, another in zip(found_logprobs, wanted_logprobs, strict=True):
-            assert one == pytest.approx(another, abs=1e-4)
+    found = generate(tiny_llama.path, order_of(name), **changes)
+    check_same_tokens(found, expected)
+    counters = found[2]
     recomputed, swapped = counters.num_preemptions_recompute, counters.num_preemptions_swap
     if "recompute" in name or "two blocks" in name:
         assert recomputed > 0

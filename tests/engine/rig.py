@@ -22,6 +22,18 @@ def prompt_of(length: int, first: int = 0) -> list[int]:
     return [(first + i) % 48 for i in range(length)]
 
 
+SWAPPING: dict[str, Any] = {
+    "num_blocks": 9,
+    "num_cpu_blocks": 8,
+    "max_num_seqs": 2,
+    "scheduling_policy": "priority",
+    "preemption_mode": "swap",
+    "max_model_len": 32,
+    "enable_prefix_caching": False,
+}
+"""The configuration that `displace_victim` needs."""
+
+
 class Rig:
     """A scheduler, a fake runner, and what every request got."""
 
@@ -94,6 +106,15 @@ class Rig:
         for request_id, output in self.outputs.items():
             seed = self.requests[request_id].seed
             assert output == expected_output(self.given[request_id], seed, len(output)), request_id
+
+    def displace_victim(self) -> Request:
+        """An urgent request takes the slot of one, beside "long", whose way back from the CPU is slow."""
+        self.scheduler.costs.swap_bytes_per_second = 1.0
+        self.add("long", prompt_of(4), max_tokens=20, priority=1)
+        victim = self.add("victim", prompt_of(8, first=9), max_tokens=8, priority=2)
+        self.step()
+        self.add("urgent", prompt_of(4, first=20), max_tokens=2, priority=0)
+        return victim
 
     @property
     def num_preemptions(self) -> int:

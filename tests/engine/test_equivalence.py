@@ -125,6 +125,25 @@ def expected(tiny_llama: TinyModel) -> Result:
         return outputs, [of_choices(logprobs, each) for each in outputs], llm.get_metrics().counters
 
 
+def order_of(name: str) -> list[int]:
+    """In which the requests arrive."""
+    order = list(range(len(PROMPTS)))
+    if name == "another order":
+        random.Random(3).shuffle(order)
+    return order
+
+
+def check_same_tokens(found: Result, wanted: Result) -> None:
+    for output, other, params in zip(found[0], wanted[0], PARAMS, strict=True):
+        assert len(output.outputs) == params.n
+        for choice, other_choice in zip(output.outputs, other.outputs, strict=True):
+            assert choice.token_ids == other_choice.token_ids
+            assert len(choice.token_ids) == params.max_tokens
+    for choices, other_choices in zip(found[1], wanted[1], strict=True):
+        for logprobs, other_logprobs in zip(choices, other_choices, strict=True):
+            assert logprobs == pytest.approx(other_logprobs, abs=1e-4)
+
+
 @pytest.mark.parametrize("name", ["default", "another order", *ENGINES])
 def test_the_same_tokens(
     name: str, tiny_llama: TinyModel, expected: Result, monkeypatch: pytest.MonkeyPatch
@@ -132,18 +151,9 @@ def test_the_same_tokens(
     if "padded" in name:  # as CUDA graphs are, here without a graph
         monkeypatch.setattr(Worker, "_decode_sizes", lambda worker: [1, 4, 16])
         monkeypatch.setattr(Worker, "_forward_sizes", lambda worker: [4, 24, 64])
-    order = list(range(len(PROMPTS)))
-    if name == "another order":
-        random.Random(3).shuffle(order)
-    outputs, logprobs, counters = generate(tiny_llama.path, order, **ENGINES.get(name, {}))
-    for output, other, params in zip(outputs, expected[0], PARAMS, strict=True):
-        assert len(output.outputs) == params.n
-        for found, wanted in zip(output.outputs, other.outputs, strict=True):
-            assert found.token_ids == wanted.token_ids
-            assert len(found.token_ids) == params.max_tokens
-    for found_logprobs, wanted_logprobs in zip(logprobs, expected[1], strict=True):
-        for one, another in zip(found_logprobs, wanted_logprobs, strict=True):
-            assert one == pytest.approx(another, abs=1e-4)
+    found = generate(tiny_llama.path, order_of(name), **ENGINES.get(name, {}))
+    check_same_tokens(found, expected)
+    counters = found[2]
     recomputed, swapped = counters.num_preemptions_recompute, counters.num_preemptions_swap
     if "two blocks" in name:
         assert recomputed > 0

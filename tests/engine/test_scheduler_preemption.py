@@ -8,7 +8,7 @@ import pytest
 
 from pagedinfer.engine.preemption import PreemptionCosts
 from pagedinfer.engine.request import Request, RequestStatus
-from tests.engine.rig import Rig, prompt_of
+from tests.engine.rig import SWAPPING, Rig, prompt_of
 
 
 def two_in_a_small_pool(**config: Any) -> tuple[Rig, Request, Request]:
@@ -183,21 +183,8 @@ def test_equals_do_not_take_turns_in_evicting_each_other() -> None:
 
 def swapping_in(swap_in_steps: int) -> tuple[Rig, Request]:
     """A rig in which a request is on its way back to the device, which takes many steps, and others run."""
-    rig = Rig(
-        swap_in_steps,
-        num_blocks=9,
-        num_cpu_blocks=8,
-        max_num_seqs=2,
-        scheduling_policy="priority",
-        preemption_mode="swap",
-        max_model_len=32,
-        enable_prefix_caching=False,
-    )
-    rig.scheduler.costs.swap_bytes_per_second = 1.0
-    rig.add("long", prompt_of(4), max_tokens=20, priority=1)
-    victim = rig.add("victim", prompt_of(8, first=9), max_tokens=8, priority=2)
-    rig.step()
-    rig.add("urgent", prompt_of(4, first=20), max_tokens=2, priority=0)
+    rig = Rig(swap_in_steps, **SWAPPING)
+    victim = rig.displace_victim()
     rig.step_until(lambda: victim.status is RequestStatus.SWAPPING_IN)
     return rig, victim
 

@@ -14,7 +14,7 @@ from pagedinfer.tracing.explain import explain
 from pagedinfer.tracing.reader import read_trace
 from pagedinfer.tracing.recorder import TracingScheduler
 from tests.engine import rig as rig_module
-from tests.engine.rig import Rig, prompt_of
+from tests.engine.rig import SWAPPING, Rig, prompt_of
 
 MakeRig = Callable[..., Rig]
 
@@ -158,21 +158,8 @@ def test_preempted_for_a_slot(make_rig: MakeRig, path: Path) -> None:
 
 
 def test_its_kv_comes_from_the_cpu(make_rig: MakeRig, path: Path) -> None:
-    rig = make_rig(
-        3,
-        num_blocks=9,
-        num_cpu_blocks=8,
-        max_num_seqs=2,
-        scheduling_policy="priority",
-        preemption_mode="swap",
-        max_model_len=32,
-        enable_prefix_caching=False,
-    )
-    rig.scheduler.costs.swap_bytes_per_second = 1.0
-    rig.add("long", prompt_of(4), max_tokens=20, priority=1)
-    rig.add("victim", prompt_of(8, first=9), max_tokens=8, priority=2)
-    rig.step()
-    rig.add("urgent", prompt_of(4, first=20), max_tokens=2, priority=0)
+    rig = make_rig(3, **SWAPPING)
+    rig.displace_victim()
     text = told(rig, path, "victim")
     assert "Its KV comes from the CPU" in text
     assert "It had a slot and computed nothing: its KV was on its way (" in text
