@@ -10,7 +10,7 @@ from pagedinfer.cli.parser import Parser, human_integer
 from pagedinfer.config import EngineConfig
 
 _HELP = {
-    "model": "folder of a checkpoint, or its id on the Hugging Face hub",
+    "model": "folder of a checkpoint, a GGUF file, or the id of either on the Hugging Face hub",
     "tokenizer": "folder of the tokenizer; the model's by default",
     "skip_tokenizer_init": "load no tokenizer: token ids in, token ids out",
     "revision": "of a model on the hub: branch, tag or commit",
@@ -43,6 +43,7 @@ _HELP = {
     "master_addr": "of machine 0, as the others reach it",
     "master_port": "of machine 0, for the others",
     "enforce_eager": "launch steps kernel by kernel, without CUDA graphs",
+    "disable_cascade_attn": "have each request read all of its KV, also a long prefix that others share",
     "async_scheduling": "plan a step while the one before runs (default: with a GPU)",
     "trace": "write each step's schedule, and what decided it, into this file; .gz compresses it",
     "max_logprobs": "most log-probabilities that a request may ask for at a position; -1: no limit",
@@ -62,9 +63,8 @@ def add_engine_arguments(parser: Parser, *, positional_model: bool = True) -> No
             continue
         flags = [f"--{field.name.replace('_', '-')}", *_SHORT.get(field.name, [])]
         default = None if field.default is dataclasses.MISSING else field.default
-        text = _HELP.get(field.name, "see the documentation of LLM")
         shown = "" if default is None else f" (default: {default})"
-        options: dict[str, Any] = {"default": default, "help": (text + shown).replace("%", "%%")}
+        options: dict[str, Any] = {"default": default, "help": (_HELP[field.name] + shown).replace("%", "%%")}
         group.add_argument(*flags, **options, **_kind(hints[field.name]))
 
 
