@@ -12,7 +12,6 @@ import argparse
 import asyncio
 import json
 import math
-import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -56,12 +55,12 @@ def add_arguments(parser: Parser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Measures, prints a table on stdout, and returns 1 if a request failed."""
-    from pagedinfer.cli.http_client import HttpClient
+    from pagedinfer.cli.http_client import HttpClient, api_key
     from pagedinfer.cli.load.report import parse_limits, report, table
     from pagedinfer.cli.load.run import run_load
     from pagedinfer.cli.load.workload import Workload
 
-    key = arguments.api_key or os.environ.get("PAGEDINFER_API_KEY")
+    key = api_key(arguments.api_key)
     client = HttpClient(arguments.base_url, key)
     models = client.get("/v1/models")["data"]
     names = [entry["id"] for entry in models]

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 from typing import TYPE_CHECKING
 
 from pagedinfer.cli.engine_arguments import add_engine_arguments, engine_config
@@ -82,18 +81,9 @@ def _probe(arguments: argparse.Namespace) -> Facts:
 
 
 def _read(arguments: argparse.Namespace) -> Facts:
-    from urllib.request import Request, urlopen
-
+    from pagedinfer.cli.http_client import HttpClient, api_key
     from pagedinfer.planning.server_facts import facts_from_metrics
 
-    url = arguments.url.rstrip("/").removesuffix("/metrics").removesuffix("/v1") + "/metrics"
-    if not url.startswith(("http://", "https://")):
-        raise ValueError(f"--url must begin with http:// or https://, got {arguments.url!r}")
-    key = arguments.api_key or os.environ.get("PAGEDINFER_API_KEY")
-    headers = {"Authorization": f"Bearer {key}"} if key else {}
-    try:
-        with urlopen(Request(url, headers=headers), timeout=_TIMEOUT) as answer:
-            text = answer.read().decode("utf-8")
-    except OSError as error:
-        raise ValueError(f"{url} cannot be read: {error}") from error
-    return facts_from_metrics(text)
+    url = arguments.url.rstrip("/").removesuffix("/metrics")
+    client = HttpClient(url, api_key(arguments.api_key), timeout=_TIMEOUT)
+    return facts_from_metrics(client.text("/metrics"))

@@ -4,12 +4,48 @@ from __future__ import annotations
 
 import http.client
 import json
+import os
 import ssl
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
 from pagedinfer.errors import PagedinferError
+
+API_KEY_VARIABLE = "PAGEDINFER_API_KEY"
+
+
+def api_key(given: str | None) -> str | None:
+    """The key to send: the one that was given, else that of the environment."""
+    return given or os.environ.get(API_KEY_VARIABLE)
+
+
+@dataclass(frozen=True, slots=True)
+class ServerUrl:
+    """Where a server is."""
+
+    is_tls: bool
+    host: str
+    port: int
+    netloc: str
+    """Host and port, as they were given."""
+    prefix: str
+    """What precedes the paths of its routes."""
+
+    @classmethod
+    def parse(cls, url: str) -> ServerUrl:
+        """From such as "127.0.0.1:8000", "http://127.0.0.1:8000" or "https://host/prefix/v1".
+
+        Raises:
+            ValueError: another scheme, or no host.
+        """
+        parts = urlsplit(url if "://" in url else f"http://{url}")
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ValueError(f"a URL such as http://127.0.0.1:8000 is needed, got {url!r}")
+        is_tls = parts.scheme == "https"
+        port = parts.port or (443 if is_tls else 80)
+        return cls(is_tls, parts.hostname, port, parts.netloc, parts.path.rstrip("/").removesuffix("/v1"))
 
 
 class ServerError(PagedinferError):
@@ -20,17 +56,16 @@ class HttpClient:
     """Sends requests to one server.
 
     Args:
-        url: such as "http://127.0.0.1:8000" or "https://host/v1"; what follows the host is a prefix.
+        url: see `ServerUrl`.
         api_key: sent with every request.
         timeout: seconds to wait for the server to say anything.
+
+    Raises:
+        ValueError: as `ServerUrl.parse`.
     """
 
     def __init__(self, url: str, api_key: str | None = None, timeout: float = 600.0) -> None:
-        parts = urlsplit(url if "://" in url else f"http://{url}")
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ValueError(f"a URL such as http://127.0.0.1:8000 is needed, got {url!r}")
-        self._parts = parts
-        self._prefix = parts.path.rstrip("/").removesuffix("/v1")
+        self._url = ServerUrl.parse(url)
         self._headers = {"content-type": "application/json"}
         if api_key:
             self._headers["authorization"] = f"Bearer {api_key}"
@@ -38,9 +73,16 @@ class HttpClient:
 
     def get(self, path: str) -> Any:
         """The JSON at a path; raises ServerError."""
+        try:
+            return json.loads(self.text(path))
+        except ValueError as error:
+            raise self._unreachable(error) from error
+
+    def text(self, path: str) -> str:
+        """The text at a path; raises ServerError."""
         connection = self._connection()
         try:
-            return json.loads(self._send(connection, "GET", path, None).read())
+            return self._send(connection, "GET", path, None).read().decode()
         except (OSError, http.client.HTTPException, ValueError) as error:
             raise self._unreachable(error) from error
         finally:
@@ -51,7 +93,7 @@ class HttpClient:
         try:
             return str(self.get("/v1/models")["data"][0]["id"])
         except (KeyError, IndexError, TypeError) as error:
-            raise ServerError(f"{self._parts.netloc} lists no models") from error
+            raise ServerError(f"{self._url.netloc} lists no models") from error
 
     def events(self, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
         """The events of a stream; raises ServerError. The request ends when the iterator is closed."""
@@ -71,23 +113,23 @@ class HttpClient:
             connection.close()
 
     def _connection(self) -> http.client.HTTPConnection:
-        host, port = self._parts.hostname or "", self._parts.port
-        if self._parts.scheme == "https":
+        url = self._url
+        if url.is_tls:
             context = ssl.create_default_context()
-            return http.client.HTTPSConnection(host, port, timeout=self._timeout, context=context)
-        return http.client.HTTPConnection(host, port, timeout=self._timeout)
+            return http.client.HTTPSConnection(url.host, url.port, timeout=self._timeout, context=context)
+        return http.client.HTTPConnection(url.host, url.port, timeout=self._timeout)
 
     def _send(
         self, connection: http.client.HTTPConnection, method: str, path: str, body: str | None
     ) -> http.client.HTTPResponse:
-        connection.request(method, self._prefix + path, body, self._headers)
+        connection.request(method, self._url.prefix + path, body, self._headers)
         response = connection.getresponse()
         if response.status != 200:
-            raise ServerError(f"{response.status}: {_message(response.read())}")
+            raise ServerError(f"{response.status}: {_message(response.read()) or response.reason}")
         return response
 
     def _unreachable(self, error: Exception) -> ServerError:
-        return ServerError(f"{self._parts.netloc} cannot be talked to: {error or type(error).__name__}")
+        return ServerError(f"{self._url.netloc} cannot be talked to: {error or type(error).__name__}")
 
 
 def _message(body: bytes) -> str:

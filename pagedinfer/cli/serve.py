@@ -12,13 +12,13 @@ import sys
 from typing import TYPE_CHECKING
 
 from pagedinfer.cli.engine_arguments import add_engine_arguments, engine_config
+from pagedinfer.cli.http_client import API_KEY_VARIABLE
 from pagedinfer.cli.parser import human_integer
 from pagedinfer.errors import PagedinferError
 
 if TYPE_CHECKING:
     from pagedinfer.cli.parser import Parser
 
-API_KEY_VARIABLE = "PAGEDINFER_API_KEY"
 _PARSERS = ("auto", "none")
 
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from pagedinfer.cli.engine_arguments import add_engine_arguments, engine_config
-from pagedinfer.cli.http_client import HttpClient
+from pagedinfer.cli.http_client import HttpClient, api_key
 from pagedinfer.cli.parser import human_integer
 
 if TYPE_CHECKING:
@@ -63,8 +62,7 @@ def text_source(arguments: argparse.Namespace) -> TextSource:
 
 class _ServerSource:
     def __init__(self, arguments: argparse.Namespace, sampling: dict[str, Any]) -> None:
-        key = arguments.api_key or os.environ.get("PAGEDINFER_API_KEY")
-        self._client = HttpClient(arguments.url, key)
+        self._client = HttpClient(arguments.url, api_key(arguments.api_key))
         self._body = {"model": arguments.model_name or self._client.first_model(), **sampling}
 
     def chat(self, messages: Sequence[Message]) -> Iterator[str]:

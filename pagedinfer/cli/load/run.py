@@ -11,8 +11,8 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from typing import Any
-from urllib.parse import urlsplit
 
+from pagedinfer.cli.http_client import ServerUrl
 from pagedinfer.cli.load.workload import Workload
 
 
@@ -79,12 +79,9 @@ class _Target:
     """A server, to which every request has a connection of its own."""
 
     def __init__(self, base_url: str, endpoint: str, api_key: str | None) -> None:
-        parts = urlsplit(base_url if "://" in base_url else f"http://{base_url}")
-        self._host = parts.hostname or "127.0.0.1"
-        self._tls = parts.scheme == "https"
-        self._port = parts.port or (443 if self._tls else 80)
-        self._head = f"POST {parts.path.rstrip('/').removesuffix('/v1')}{endpoint} HTTP/1.1\r\n"
-        self._head += f"Host: {parts.netloc}\r\nContent-Type: application/json\r\nConnection: close\r\n"
+        self._url = url = ServerUrl.parse(base_url)
+        self._head = f"POST {url.prefix}{endpoint} HTTP/1.1\r\n"
+        self._head += f"Host: {url.netloc}\r\nContent-Type: application/json\r\nConnection: close\r\n"
         if api_key:
             self._head += f"Authorization: Bearer {api_key}\r\n"
 
@@ -99,7 +96,9 @@ class _Target:
 
     async def _ask(self, body: dict[str, Any], result: Result) -> None:
         data = json.dumps(body).encode()
-        reader, writer = await asyncio.open_connection(self._host, self._port, ssl=self._tls or None)
+        reader, writer = await asyncio.open_connection(
+            self._url.host, self._url.port, ssl=self._url.is_tls or None
+        )
         try:
             writer.write(f"{self._head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
             last = result.sent_at

@@ -28,7 +28,10 @@ class Workload:
         if not 0.0 <= self.range_ratio < 1.0:
             raise ValueError(f"--random-range-ratio must be in [0, 1), got {self.range_ratio}")
         if min(self.num_requests, self.input_len, self.output_len) < 1:
-            raise ValueError("there must be at least one request, with one token in and one out")
+            raise ValueError(
+                f"--num-prompts, --random-input-len and --random-output-len must be at least 1, got "
+                f"{self.num_requests}, {self.input_len} and {self.output_len}"
+            )
 
     def bodies(self) -> Iterator[dict[str, Any]]:
         """The bodies of the requests."""
