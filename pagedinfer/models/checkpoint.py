@@ -6,7 +6,7 @@ import json
 import pickle
 import zipfile
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from pagedinfer.errors import WeightsError
-from pagedinfer.models.file_names import WEIGHT_FILES, formats_to_try
+from pagedinfer.models.file_names import read_index, weight_file
 from pagedinfer.models.gguf_config import gguf_parts, is_gguf
 
 
@@ -183,16 +183,14 @@ def find_files(path: Path, load_format: str = "auto") -> list[CheckpointFile]:
         raise WeightsError(
             f'load_format="gguf" needs the path of a .gguf file as the model, got {str(path)!r}'
         )
-    formats = formats_to_try(load_format)
-    for each in formats:
-        index, single = (path / name for name in WEIGHT_FILES[each])
-        kind = SafetensorsFile if each == "safetensors" else TorchFile
-        if index.exists():
-            return [kind(file, listed) for file, listed in _read_index(index).items()]
-        if single.exists():
-            return [kind(single)]
-    wanted = " nor ".join(name for each in formats for name in WEIGHT_FILES[each])
-    raise WeightsError(f"there is neither {wanted} in {str(path)!r}")
+    try:
+        first = weight_file(load_format, lambda name: (path / name).exists(), repr(str(path)))
+        files = read_index(path / first.name) if first.is_index else {first.name: None}
+    except ValueError as error:
+        raise WeightsError(str(error)) from None
+    _check_listed(path / first.name, files)
+    kind = SafetensorsFile if first.kind == "safetensors" else TorchFile
+    return [kind(path / name, listed) for name, listed in files.items()]
 
 
 def _gguf_files(path: Path) -> list[CheckpointFile]:
@@ -211,21 +209,14 @@ def _gguf_files(path: Path) -> list[CheckpointFile]:
     return [GGUFFile(part, layout) for part in parts]
 
 
-def _read_index(index: Path) -> dict[Path, set[str]]:
-    """Which tensors an index takes from which file beside it."""
-    files: dict[Path, set[str]] = {}
-    try:
-        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        for tensor, file in weight_map.items():
-            if Path(file).name != file:
-                raise WeightsError(f"{index} lists {file!r}, which is not the name of a file beside it")
-            files.setdefault(index.parent / file, set()).add(tensor)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise WeightsError(f"{index} is not an index of a checkpoint's files: {error!r}") from None
-    missing = [file.name for file in files if not file.exists()]
+def _check_listed(index: Path, files: Iterable[str]) -> None:
+    """Raises WeightsError unless all are files beside the index."""
+    for file in files:
+        if Path(file).name != file:
+            raise WeightsError(f"{index} lists {file!r}, which is not the name of a file beside it")
+    missing = [file for file in files if not (index.parent / file).exists()]
     if missing:
         raise WeightsError(f"{index} lists files that are not there: {', '.join(sorted(missing))}")
-    return files
 
 
 def shorten(names: list[str], at_most: int = 10) -> str:

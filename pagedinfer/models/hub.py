@@ -7,7 +7,6 @@ HF_HUB_DOWNLOAD_TIMEOUT. Torch-free.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import time
@@ -19,7 +18,7 @@ from typing import TypeVar
 from pagedinfer.config import EngineConfig
 from pagedinfer.errors import DownloadError
 from pagedinfer.logging import get_logger
-from pagedinfer.models.file_names import WEIGHT_FILES, formats_to_try
+from pagedinfer.models.file_names import read_index, weight_file
 from pagedinfer.models.gguf_config import gguf_parts, is_gguf
 from pagedinfer.models.hub_errors import describe, is_transient
 from pagedinfer.models.parallel_tasks import run_in_parallel
@@ -180,21 +179,16 @@ class _Repository:
         """The files of weights to fetch: those that the index lists, or the single one."""
         if load_format == "dummy":
             return []
-        formats = formats_to_try(load_format)
-        for each in formats:
-            index, single = WEIGHT_FILES[each]
-            if index in names:
-                listed = _listed_files(Path(self._download(index, commit)))
-                absent = [name for name in listed if name not in names]
-                if absent:
-                    raise ValueError(
-                        f"{index} of {self._id} lists files that are not there: {', '.join(absent)}"
-                    )
-                return listed
-            if single in names:
-                return [single]
-        wanted = " nor ".join(name for each in formats for name in WEIGHT_FILES[each])
-        raise ValueError(f"{self._id} on {self._endpoint} has neither {wanted} (load_format={load_format!r})")
+        first = weight_file(load_format, names.__contains__, f"{self._id} on {self._endpoint}")
+        if not first.is_index:
+            return [first.name]
+        listed = sorted(read_index(Path(self._download(first.name, commit))))
+        absent = [name for name in listed if name not in names]
+        if absent:
+            raise ValueError(
+                f"{first.name} of {self._id} lists files that are not there: {', '.join(absent)}"
+            )
+        return listed
 
     def _download_all(self, names: Sequence[str], commit: str) -> None:
         run_in_parallel([partial(self._download, name, commit) for name in names], _CONNECTIONS)
@@ -256,14 +250,6 @@ class _Repository:
         except Exception:  # nothing of it, or the client's record of what there should be is not met
             return []
         return [str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file()]
-
-
-def _listed_files(index: Path) -> list[str]:
-    try:
-        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        return sorted(set(weight_map.values()))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{index} is not an index of a checkpoint's files: {error!r}") from None
 
 
 def _seconds(variable: str, default: float = 10.0) -> float:
