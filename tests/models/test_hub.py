@@ -203,7 +203,7 @@ def test_a_model_that_is_not_whole(hub: FakeHub, cache: str, absent: str) -> Non
     (hub.folder / "pytorch_model.bin").unlink()
     message = {
         "config.json": "has no config.json",
-        INDEX: r"there is neither model\.safetensors\.index\.json nor model\.safetensors nor pytorch_model\.bin",
+        INDEX: r"there is neither model\.safetensors\.index\.json nor model\.safetensors nor pytorch_model",
         "shard": f"{INDEX} of owner/name lists files that are not there: {name}",
     }[absent]
     with pytest.raises(ValueError, match=message):
