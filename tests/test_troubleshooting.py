@@ -24,7 +24,8 @@ from pagedinfer.runner.worker import Worker
 from tests.conftest import TinyModel
 from tests.engine.rig import make_request, prompt_of
 
-GUIDE = (Path(__file__).resolve().parents[1] / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+ROOT = Path(__file__).resolve().parents[1]
+GUIDE = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
 MESSAGES = re.findall(r"^\*\*`(.*)`\*\*$", GUIDE, re.MULTILINE)
 
 CUDA_BUILD = BuildInfo("2.13.0", "13.0.88", ("80-real",), "GNU 12")
@@ -129,3 +130,12 @@ def test_every_message_has_a_remedy() -> None:
     for entry in re.split(r"^\*\*`.*`\*\*$", GUIDE, flags=re.MULTILINE)[1:]:
         text = entry.partition("\n## ")[0].strip()
         assert len(text) > 30
+
+
+def test_every_environment_variable_is_explained() -> None:
+    sources = [*ROOT.glob("pagedinfer/**/*.py"), *ROOT.glob("csrc/**/*.cpp")]
+    text = "\n".join(source.read_text(encoding="utf-8") for source in sources)
+    read = set(re.findall(r'"(PAGEDINFER_[A-Z_]+)"', text))
+    assert "PAGEDINFER_CACHE_ROOT" in read
+    explained = set(re.findall(r"^\| `(PAGEDINFER_[A-Z_]+)` \|", GUIDE, re.MULTILINE))
+    assert explained == read
