@@ -2,6 +2,7 @@
 
     python benchmarks/bench_replay.py                      # Llama 3 8B's shape, on a GPU
     python benchmarks/bench_replay.py --model tiny --device cpu
+    python benchmarks/bench_replay.py --traces a.json b.json    # predictions alone, of runs that were kept
 
 Also what tracing costs: a run of the first limits without a trace. The throughput is of output tokens,
 without start-up.
@@ -14,7 +15,7 @@ import json
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,17 +27,21 @@ from model_shapes import write_shape
 
 from pagedinfer import LLM, SamplingParams
 from pagedinfer.tracing.reader import read_trace
-from pagedinfer.tracing.records import Trace
+from pagedinfer.tracing.records import Added, Trace
 from pagedinfer.tracing.simulation import simulate, traced_run
 
 NUM_REQUESTS = {"llama-3-8b": 384, "tiny": 80}
-LIMITS: dict[str, list[dict[str, int]]] = {  # of the runs
-    "llama-3-8b": [{"max_num_seqs": 256}, {"max_num_seqs": 64}],
+LIMITS = {  # of the runs
+    "llama-3-8b": [
+        {"max_num_seqs": 256, "max_num_batched_tokens": 16384, "num_blocks": 40000},
+        {"max_num_seqs": 64, "max_num_batched_tokens": 16384, "num_blocks": 40000},
+        {"max_num_seqs": 256, "max_num_batched_tokens": 512, "num_blocks": 40000},
+    ],
     "tiny": [
-        {"max_num_seqs": 32, "num_blocks": 1024},
-        {"max_num_seqs": 16, "num_blocks": 1024},
-        {"max_num_seqs": 8, "num_blocks": 1024},
-        {"max_num_seqs": 32, "num_blocks": 160},
+        {"max_num_seqs": 32, "max_num_batched_tokens": 2048, "num_blocks": 1024},
+        {"max_num_seqs": 16, "max_num_batched_tokens": 2048, "num_blocks": 1024},
+        {"max_num_seqs": 8, "max_num_batched_tokens": 2048, "num_blocks": 1024},
+        {"max_num_seqs": 32, "max_num_batched_tokens": 2048, "num_blocks": 160},
     ],
 }
 
@@ -57,12 +62,48 @@ def workload(num_requests: int, vocab_size: int) -> tuple[list[dict[str, list[in
 
 @dataclass
 class RealRun:
-    """A run with some limits, and its trace without the warm-up."""
+    """A run with some limits."""
 
     limits: dict[str, int]
-    rate: float  # output tokens a second
-    full_step_seconds: float  # of steps in which all slots are taken, the median
-    trace: Trace | None
+    rate: float  # output tokens a second, behind the warm-up
+    full_step_seconds: float  # of steps in which all slots are taken, the median; 0: not measured
+
+
+def traced_rate(trace: Trace) -> float:
+    """Output tokens a second of what a trace holds behind the warm-up."""
+    added = measured(trace)
+    last = [trace.ended[request.request_id][-1] for request in added]
+    seconds = max(ended.time for ended in last) - min(request.time for request in added)
+    return sum(ended.num_output_tokens for ended in last) / seconds
+
+
+def measured(trace: Trace) -> list[Added]:
+    """The requests behind the warm-up, which ends with an empty cache."""
+    start = max(op for op, name in trace.calls if name == "reset_prefix_cache")
+    return [added for added in trace.added if added.op > start]
+
+
+def predict(trace: Trace, runs: list[RealRun]) -> dict[str, dict[str, float]]:
+    """What a replay of a trace says of these runs."""
+    _, costs, num_different = traced_run(trace)
+    print(f"traced with {limits_of(trace)}: {len(trace.steps)} steps, {num_different} scheduled otherwise")
+    print(f"    {costs.describe()}")
+    trace = replace(trace, added=measured(trace))
+    found = {}
+    for run in runs:
+        predicted = simulate(trace, dict(run.limits), costs, "").tokens_per_second
+        ratio = predicted / run.rate
+        print(
+            f"    {run.limits!s:<56} predicted {predicted:8,.0f}  real {run.rate:8,.0f}  ratio {ratio:.3f}",
+            flush=True,
+        )
+        found[str(run.limits)] = {"predicted": predicted, "real": run.rate, "ratio": ratio}
+    return found
+
+
+def limits_of(trace: Trace) -> dict[str, int]:
+    """The limits that this benchmark varies."""
+    return {name: trace.config[name] for name in ("max_num_seqs", "max_num_batched_tokens", "num_blocks")}
 
 
 class Bench:
@@ -84,8 +125,10 @@ class Bench:
             load_format="dummy",
             skip_tokenizer_init=True,
             max_model_len=512,
+            swap_space=0,
             max_num_seqs=limits["max_num_seqs"],
-            num_gpu_blocks_override=limits.get("num_blocks"),
+            max_num_batched_tokens=limits["max_num_batched_tokens"],
+            num_gpu_blocks_override=limits["num_blocks"],
             trace=None if trace is None else str(trace),
         ) as llm:
             llm.generate(self._prompts[:num_warm], self._params[:num_warm], use_tqdm=False)
@@ -106,28 +149,7 @@ class Bench:
             seconds = time.perf_counter() - started
         num_tokens = sum(params.max_tokens or 0 for params in self._params)
         median = float(np.median(durations)) if durations else 0.0
-        return RealRun(limits, num_tokens / seconds, median, None if trace is None else read_trace(trace))
-
-    def predict(self, traced: RealRun, others: list[RealRun]) -> dict[str, dict[str, float]]:
-        """What a replay of one run's trace says of the others', and of itself."""
-        trace = traced.trace
-        assert trace is not None
-        _, costs, num_different = traced_run(trace)
-        print(f"traced with {traced.limits}: {len(trace.steps)} steps, {num_different} scheduled otherwise")
-        print(f"    {costs.describe()}")
-        added = sorted(trace.added, key=lambda added: added.op)
-        trace.added = added[len(added) - len(self._prompts) :]  # without the warm-up
-        found = {}
-        for other in others:
-            predicted = simulate(trace, dict(other.limits), costs, "").tokens_per_second
-            ratio = predicted / other.rate
-            print(
-                f"    {other.limits!s:<44} predicted {predicted:8,.0f}  real {other.rate:8,.0f}  "
-                f"ratio {ratio:.3f}",
-                flush=True,
-            )
-            found[str(other.limits)] = {"predicted": predicted, "real": other.rate, "ratio": ratio}
-        return found
+        return RealRun(limits, num_tokens / seconds, median)
 
 
 def main() -> None:
@@ -137,29 +159,43 @@ def main() -> None:
     parser.add_argument("--model", default="llama-3-8b", choices=list(LIMITS))
     parser.add_argument("--device", default="auto")
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="keep the traces there")
+    parser.add_argument("--traces", type=Path, nargs="+", metavar="FILE", help="of runs that were kept")
     parser.add_argument("--json", type=Path, help="write the results here too")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
-        traces = arguments.keep or folder
-        if arguments.model == "tiny":
-            (folder / "config.json").write_text(json.dumps(TINY))
+        if arguments.traces:
+            traces = [read_trace(path) for path in arguments.traces]
+            runs = [RealRun(limits_of(trace), traced_rate(trace), 0.0) for trace in traces]
+            results: dict[str, Any] = {}
         else:
-            folder = write_shape(arguments.model, folder)
-        bench = Bench(folder, NUM_REQUESTS[arguments.model], arguments.device)
-        limits = LIMITS[arguments.model]
-        runs = [bench.run(each, traces / f"trace{i}.json") for i, each in enumerate(limits)]
-        plain = bench.run(limits[0], None)
-    results: dict[str, Any] = {
+            runs, traces, results = real_runs(arguments, folder)
+    for name, value in results.items():
+        print(f"{name:<28} {value:.3f}")
+    results["from"] = {str(limits_of(trace)): predict(trace, runs) for trace in traces}
+    if arguments.json:
+        arguments.json.write_text(json.dumps(results, indent=1))
+
+
+def real_runs(
+    arguments: argparse.Namespace, folder: Path
+) -> tuple[list[RealRun], list[Trace], dict[str, Any]]:
+    """A traced run with each of the limits, its trace, and what tracing cost the first."""
+    if arguments.model == "tiny":
+        (folder / "config.json").write_text(json.dumps(TINY))
+    else:
+        write_shape(arguments.model, folder)
+    bench = Bench(folder, NUM_REQUESTS[arguments.model], arguments.device)
+    limits = LIMITS[arguments.model]
+    paths = [(arguments.keep or folder) / f"trace{i}.json" for i in range(len(limits))]
+    runs = [bench.run(each, path) for each, path in zip(limits, paths, strict=True)]
+    plain = bench.run(limits[0], None)
+    results = {
         "full step ms, plain": 1e3 * plain.full_step_seconds,
         "full step ms, traced": 1e3 * runs[0].full_step_seconds,
         "traced over plain tokens/s": runs[0].rate / plain.rate,
     }
-    for name, value in results.items():
-        print(f"{name:<28} {value:.3f}")
-    results["from"] = {str(run.limits): bench.predict(run, runs) for run in runs}
-    if arguments.json:
-        arguments.json.write_text(json.dumps(results, indent=1))
+    return runs, [read_trace(path) for path in paths], results
 
 
 if __name__ == "__main__":
