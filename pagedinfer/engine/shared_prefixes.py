@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
+from itertools import pairwise
+from typing import NamedTuple
 
 from pagedinfer.engine.batch import ScheduledRequest, SharedPrefix
 from pagedinfer.engine.request import Request
@@ -18,11 +20,18 @@ _LEAST_SAVED = 32768
 _READS_LOST = 8
 
 
+class _Arrangement(NamedTuple):
+    """How the requests of a step are to stand."""
+
+    order: list[int] | None  # their indices; None: they stand so already
+    prefixes: list[SharedPrefix]
+
+
 class SharedPrefixes:
     """Groups of requests with a common first block, and puts those of a group side by side in a step.
 
     Blocks that several requests hold are full, and nobody writes to them. Groups are looked for anew only
-    when somebody has come or gone.
+    when somebody has come or gone, and so is the order of a step in which all who run take part.
     """
 
     def __init__(self, running: RunningRequests, block_size: int) -> None:
@@ -31,6 +40,7 @@ class SharedPrefixes:
         self._version = -1
         self._group_of: dict[int, int] = {}  # by slot
         self._num_tokens: list[int] = []  # by group
+        self._of_all: _Arrangement | None = None  # of all who run
 
     def arrange(self, scheduled: list[ScheduledRequest], sampling: list[Request]) -> list[SharedPrefix]:
         """Moves requests that share a prefix to the front of a step of decodes, group after group.
@@ -44,16 +54,27 @@ class SharedPrefixes:
         if self._version != self._running.version:
             self._version = self._running.version
             self._search()
+            self._of_all = None
         if not self._num_tokens:
             return []
+        if len(scheduled) < len(self._running):
+            arrangement = self._arrangement(scheduled)
+        else:  # as in the last step: in the order of their urgency
+            arrangement = self._of_all = self._of_all or self._arrangement(scheduled)
+        if arrangement.order is not None:
+            scheduled[:] = [scheduled[i] for i in arrangement.order]
+            sampling[:] = [sampling[i] for i in arrangement.order]
+        return arrangement.prefixes
+
+    def _arrangement(self, scheduled: list[ScheduledRequest]) -> _Arrangement:
         none = len(self._num_tokens)
         groups = [self._group_of.get(request.slot, none) for request in scheduled]
-        if any(groups[i] > groups[i + 1] for i in range(len(groups) - 1)):
-            order = sorted(range(len(groups)), key=groups.__getitem__)
-            scheduled[:] = [scheduled[i] for i in order]
-            sampling[:] = [sampling[i] for i in order]
+        order = sorted(range(len(groups)), key=groups.__getitem__)
         counts = Counter(groups)
-        return [SharedPrefix(counts[group], length) for group, length in enumerate(self._num_tokens)]
+        return _Arrangement(
+            order if any(i > j for i, j in pairwise(order)) else None,
+            [SharedPrefix(counts[group], length) for group, length in enumerate(self._num_tokens)],
+        )
 
     def _search(self) -> None:
         by_first_block: dict[int, list[Request]] = {}

@@ -70,6 +70,30 @@ def test_groups_stand_together_the_largest_first() -> None:
     engine.check_outputs()
 
 
+def test_a_step_that_a_member_sits_out() -> None:
+    """The step before it, which is under way, draws the last token of that request."""
+    engine = rig()
+    engine.add("a", prompt_of(140), max_tokens=3)
+    engine.add("alone", prompt_of(90, first=30))
+    engine.add("b", [*prompt_of(140), 3, 4])
+    engine.add("c", [*prompt_of(140), 5])
+    engine.step()
+    engine.step()
+    assert groups_of(engine) == [({"a", "b", "c"}, 128)]
+    engine.batch = engine.scheduler.schedule()
+    assert groups_of(engine) == [({"a", "b", "c"}, 128)]
+    under_way, batch = engine.runner.execute(engine.batch), engine.batch
+    engine.batch = engine.scheduler.schedule()
+    assert groups_of(engine) == [({"b", "c"}, 128)]
+    engine.apply(engine.scheduler.update(batch, under_way.result()))
+    assert engine.ends["a"] == ("length", None)
+    engine.apply(engine.scheduler.update(engine.batch, engine.runner.execute(engine.batch).result()))
+    engine.step()
+    assert groups_of(engine) == [({"b", "c"}, 128)]
+    engine.run()
+    engine.check_outputs()
+
+
 def test_the_token_that_is_computed_is_not_shared() -> None:
     """Two equal prompts of 64 tokens: the second computes the last of them itself."""
     for length, shared in ((64, 0), (65, 64), (128, 64), (129, 128)):
