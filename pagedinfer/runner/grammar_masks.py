@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -58,6 +58,11 @@ class GrammarMasks:
     def release(self, slot: int) -> None:
         """The request of a slot has left."""
         self._slots.pop(slot, None)
+
+    @property
+    def slots(self) -> Set[int]:
+        """Those that it follows."""
+        return self._slots.keys()
 
     def __contains__(self, slot: int) -> bool:
         return slot in self._slots

@@ -127,10 +127,8 @@ class Sampler:
 
     def can_be_captured(self, requests: Sequence[ScheduledRequest]) -> bool:
         """Whether a CUDA graph may draw for these requests: `prepare` before it, `draw` in it."""
-        special = self._processed.keys() | self._rated
-        return not any(
-            request.slot in special or self._changes.waits_for_host(request) for request in requests
-        )
+        special = self._processed.keys() | self._rated | self._changes.slots_that_wait
+        return not special or special.isdisjoint([request.slot for request in requests])
 
     def prepare(self, requests: Sequence[ScheduledRequest]) -> int | None:
         """Tells the device what is new in the changes of those requests' logits.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -130,9 +130,10 @@ class SlotChanges:
         """Whether the logits of a request are changed."""
         return bool(self._kinds[request.slot])
 
-    def waits_for_host(self, request: ScheduledRequest) -> bool:
-        """Whether it takes the CPU long to know a request's changes, best done while the model runs."""
-        return request.slot in self._masks
+    @property
+    def slots_that_wait(self) -> Set[int]:
+        """Those whose changes the CPU takes long to know, best done while the model runs."""
+        return self._masks.slots
 
     def prepare(self, sampled: Sequence[ScheduledRequest]) -> ops.LogitsChanges | None:
         """The changes of a step that draws for these requests; None if there are none."""
