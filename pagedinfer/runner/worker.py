@@ -7,6 +7,7 @@ import gc
 import math
 import sys
 import time
+from contextlib import nullcontext
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -41,6 +42,7 @@ from pagedinfer.runner.memory import (
 )
 from pagedinfer.runner.model_runner import ModelRunner
 from pagedinfer.runner.profile import GpuMemoryMeter, largest_batch
+from pagedinfer.runner.start_turn import turn_to_start
 from pagedinfer.runner.step_result import StepResult
 
 if TYPE_CHECKING:
@@ -88,6 +90,12 @@ class Worker:
         self.dtype = resolve_dtype(config.dtype, model_config.dtype, self.device)
         self._config = config
         self._model_config = model_config
+        # Ranks do not take turns: two groups of them could wait for each other.
+        with turn_to_start(self.device) if group.size == 1 else nullcontext():
+            self._start()
+
+    def _start(self) -> None:
+        config, model_config, group = self._config, self._model_config, self._group
         self._meter = GpuMemoryMeter(self.device) if self.device.type == "cuda" else None
         self.max_num_seqs, self.max_num_batched_tokens = group.least(self._limits())
         wanted_len = config.max_model_len
