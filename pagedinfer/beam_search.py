@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from pagedinfer.outputs import FinishReason, RequestMetrics
+from pagedinfer.parameter_checks import check_bool, integer, real
 
 MAX_BEAM_WIDTH = 64
 MAX_LENGTH_PENALTY = 32  # of a text of 2**31 tokens still within the range of a float
@@ -42,23 +43,13 @@ class BeamSearchParams:
     max_tokens."""
 
     def __post_init__(self) -> None:
-        for name, high in (("beam_width", MAX_BEAM_WIDTH), ("max_tokens", None)):
-            value = getattr(self, name)
-            expected = "an integer >= 1" if high is None else f"an integer in [1, {high}]"
-            if type(value) is not int or value < 1 or (high is not None and value > high):
-                raise ValueError(f"{name} must be {expected}, got {value!r}")
-        for name in ("ignore_eos", "include_stop_str_in_output"):
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
+        integer("beam_width", self.beam_width, 1, MAX_BEAM_WIDTH)
+        integer("max_tokens", self.max_tokens, 1)
+        check_bool("ignore_eos", self.ignore_eos)
+        check_bool("include_stop_str_in_output", self.include_stop_str_in_output)
         if self.temperature != 0.0:
             raise ValueError(f"temperature must be 0: beam search draws nothing, got {self.temperature!r}")
-        penalty = self.length_penalty
-        is_number = isinstance(penalty, int | float) and not isinstance(penalty, bool)
-        if not is_number or not abs(penalty) <= MAX_LENGTH_PENALTY:  # NaN fails the comparison
-            raise ValueError(
-                f"length_penalty must be a number in [-{MAX_LENGTH_PENALTY}, {MAX_LENGTH_PENALTY}], "
-                f"got {penalty!r}"
-            )
+        real("length_penalty", self.length_penalty, -MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY)
         if self.early_stopping not in (True, False, "never"):
             raise ValueError(f'early_stopping must be True, False or "never", got {self.early_stopping!r}')
 

@@ -9,6 +9,8 @@ from collections.abc import Collection
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
+from pagedinfer.parameter_checks import check_bool, check_choice
+
 BLOCK_SIZES = (8, 16, 32, 64)
 DTYPES = ("float32", "float16", "bfloat16")
 MAX_NUM_SEQS = 1 << 16  # each has its own row in tables on the device and on the host
@@ -83,15 +85,15 @@ class EngineConfig:
             "enforce_eager",
             "disable_cascade_attn",
         ):
-            _check_bool(name, getattr(self, name))
+            check_bool(name, getattr(self, name))
         if self.async_scheduling is not None:
-            _check_bool("async_scheduling", self.async_scheduling)
-        _check_choice("dtype", self.dtype, ("auto", *DTYPES))
-        _check_choice("load_format", self.load_format, LOAD_FORMATS)
-        _check_choice("device", self.device, ("auto", "cuda", "cpu"))
-        _check_choice("scheduling_policy", self.scheduling_policy, ("fcfs", "priority"))
-        _check_choice("preemption_mode", self.preemption_mode, ("auto", "swap", "recompute"))
-        _check_choice("distributed_backend", self.distributed_backend, ("auto", "nccl", "gloo"))
+            check_bool("async_scheduling", self.async_scheduling)
+        check_choice("dtype", self.dtype, ("auto", *DTYPES))
+        check_choice("load_format", self.load_format, LOAD_FORMATS)
+        check_choice("device", self.device, ("auto", "cuda", "cpu"))
+        check_choice("scheduling_policy", self.scheduling_policy, ("fcfs", "priority"))
+        check_choice("preemption_mode", self.preemption_mode, ("auto", "swap", "recompute"))
+        check_choice("distributed_backend", self.distributed_backend, ("auto", "nccl", "gloo"))
         _check_int("tensor_parallel_size", self.tensor_parallel_size, 1, unit="ranks")
         _check_int("nnodes", self.nnodes, 1, unit="machines")
         if self.tensor_parallel_size % self.nnodes:
@@ -105,23 +107,21 @@ class EngineConfig:
         _check_int("master_port", self.master_port, 1, 65535)
         _check_int("seed", self.seed, 0, 2**64 - 1)
         _check_float("gpu_memory_utilization", self.gpu_memory_utilization, 0.0, 1.0, above_low=True)
-        for name, high, unit in (
-            ("kv_cache_memory_bytes", None, "bytes"),
-            ("num_gpu_blocks_override", None, "blocks"),
-            ("max_model_len", None, "tokens"),
-            ("max_num_seqs", MAX_NUM_SEQS, "requests"),
-            ("max_num_batched_tokens", MAX_NUM_BATCHED_TOKENS, "tokens"),
+        for name, low, high, unit in (
+            ("kv_cache_memory_bytes", 1, None, "bytes"),
+            ("num_gpu_blocks_override", 1, None, "blocks"),
+            ("max_model_len", 2, None, "tokens"),  # of a prompt and of an output
+            ("max_num_seqs", 1, MAX_NUM_SEQS, "requests"),
+            ("max_num_batched_tokens", 1, MAX_NUM_BATCHED_TOKENS, "tokens"),
         ):
             if getattr(self, name) is not None:
-                _check_int(name, getattr(self, name), 1, high, unit=unit)
-        if self.max_model_len is not None:
-            _check_int("max_model_len", self.max_model_len, 2, unit="tokens")  # a prompt and an output
+                _check_int(name, getattr(self, name), low, high, unit=unit)
         if not isinstance(self.block_size, int) or self.block_size not in BLOCK_SIZES:
             sizes = ", ".join(map(str, BLOCK_SIZES))
             raise ValueError(f"block_size must be one of {sizes} tokens, got {self.block_size!r}")
         _check_int("long_prefill_token_threshold", self.long_prefill_token_threshold, 0, unit="tokens")
         _check_float("watermark", self.watermark, 0.0, 1.0, below_high=True)
-        _check_choice("logprobs_mode", self.logprobs_mode, ("raw_logprobs", "processed_logprobs"))
+        check_choice("logprobs_mode", self.logprobs_mode, ("raw_logprobs", "processed_logprobs"))
         _check_int("max_logprobs", self.max_logprobs, -1)
         _check_path("generation_config", self.generation_config)
         if self.swap_space is not None:
@@ -145,17 +145,6 @@ def _check_path(name: str, value: Any) -> None:
 def _check_string(name: str, value: Any) -> None:
     if value is not None and (not isinstance(value, str) or not value):
         raise ValueError(f"{name} must be a string that is not empty, got {value!r}")
-
-
-def _check_bool(name: str, value: Any) -> None:
-    if not isinstance(value, bool):
-        raise ValueError(f"{name} must be True or False, got {value!r}")
-
-
-def _check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
-    if not isinstance(value, str) or value not in choices:
-        listed = ", ".join(repr(choice) for choice in choices)
-        raise ValueError(f"{name} must be one of {listed}, got {value!r}")
 
 
 def _check_int(name: str, value: Any, low: int, high: int | None = None, *, unit: str = "") -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+from pagedinfer.parameter_checks import check_bool, integer, real
 from pagedinfer.structured_outputs import StructuredOutputsParams
 from pagedinfer.unicode_text import check_unicode
 
@@ -102,14 +103,14 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         for name in ("presence_penalty", "frequency_penalty"):
-            self._set(name, _real(name, getattr(self, name), -2.0, 2.0))
-        self._set("repetition_penalty", _real("repetition_penalty", self.repetition_penalty, 1e-6, 1e6))
-        self._set("temperature", _real("temperature", self.temperature, 0.0, 2.0))
-        self._set("top_p", _real("top_p", self.top_p, 0.0, 1.0, low_open=True))
-        self._set("min_p", _real("min_p", self.min_p, 0.0, 1.0))
-        self._set("n", _integer("n", self.n, 1, MAX_CHOICES))
-        self._set("top_k", _integer("top_k", self.top_k, -1, 2**31 - 1))
-        self._set("min_tokens", _integer("min_tokens", self.min_tokens, 0))
+            self._set(name, real(name, getattr(self, name), -2.0, 2.0))
+        self._set("repetition_penalty", real("repetition_penalty", self.repetition_penalty, 1e-6, 1e6))
+        self._set("temperature", real("temperature", self.temperature, 0.0, 2.0))
+        self._set("top_p", real("top_p", self.top_p, 0.0, 1.0, low_open=True))
+        self._set("min_p", real("min_p", self.min_p, 0.0, 1.0))
+        self._set("n", integer("n", self.n, 1, MAX_CHOICES))
+        self._set("top_k", integer("top_k", self.top_k, -1, 2**31 - 1))
+        self._set("min_tokens", integer("min_tokens", self.min_tokens, 0))
         for name, low in (
             ("max_tokens", 1),
             ("logprobs", -1),
@@ -117,11 +118,11 @@ class SamplingParams:
             ("truncate_prompt_tokens", -1),
         ):
             if getattr(self, name) is not None:
-                self._set(name, _integer(name, getattr(self, name), low))
+                self._set(name, integer(name, getattr(self, name), low))
         if self.truncate_prompt_tokens == 0:
             raise ValueError("truncate_prompt_tokens must be at least 1, or -1, got 0")
         if self.seed is not None:
-            seed = _integer("seed", self.seed, -(2**63), 2**63 - 1)
+            seed = integer("seed", self.seed, -(2**63), 2**63 - 1)
             self._set("seed", None if seed == -1 else seed)
         for name in (
             "ignore_eos",
@@ -130,8 +131,7 @@ class SamplingParams:
             "spaces_between_special_tokens",
             "include_stop_str_in_output",
         ):
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
+            check_bool(name, getattr(self, name))
         if not isinstance(self.output_kind, RequestOutputKind):
             raise ValueError(f"output_kind must be a RequestOutputKind, got {self.output_kind!r}")
         self._set("stop", _strings("stop", (self.stop,) if isinstance(self.stop, str) else self.stop))
@@ -202,29 +202,6 @@ class SamplingParams:
                 raise ValueError(f"{name} must be at most {limit} (max_logprobs), got {count}")
 
 
-def _integer(name: str, value: object, low: int, high: int | None = None) -> int:
-    expected = f"an integer >= {low}" if high is None else f"an integer in [{low}, {high}]"
-    if not isinstance(value, numbers.Integral) or isinstance(value, bool):
-        raise ValueError(f"{name} must be {expected}, got {value!r}")
-    integer = int(value)
-    if integer < low or (high is not None and integer > high):
-        raise ValueError(f"{name} must be {expected}, got {integer}")
-    return integer
-
-
-def _real(name: str, value: object, low: float, high: float, *, low_open: bool = False) -> float:
-    expected = f"a number in {'(' if low_open else '['}{low:g}, {high:g}]"
-    if not isinstance(value, numbers.Real) or isinstance(value, bool):
-        raise ValueError(f"{name} must be {expected}, got {value!r}")
-    try:
-        number = float(value)
-    except OverflowError:  # an integer too large for a float
-        number = math.inf
-    if not low <= number <= high or (low_open and number == low):  # NaN fails the comparison
-        raise ValueError(f"{name} must be {expected}, got {value}")
-    return number
-
-
 def _strings(name: str, values: Sequence[str] | None) -> tuple[str, ...]:
     if values is not None and (isinstance(values, str) or not isinstance(values, Sequence)):
         raise ValueError(f"{name} must be a list of strings, got {values!r}")
@@ -238,7 +215,7 @@ def _strings(name: str, values: Sequence[str] | None) -> tuple[str, ...]:
 def _token_ids(name: str, values: Sequence[int] | None) -> tuple[int, ...]:
     if values is not None and (isinstance(values, str) or not isinstance(values, Sequence)):
         raise ValueError(f"{name} must be a list of token ids, got {values!r}")
-    return tuple(_integer(name, value, 0) for value in values or ())
+    return tuple(integer(name, value, 0) for value in values or ())
 
 
 def _logit_bias(bias: Mapping[int, float]) -> dict[int, float]:
@@ -247,7 +224,7 @@ def _logit_bias(bias: Mapping[int, float]) -> dict[int, float]:
     clamped: dict[int, float] = {}
     for key, value in bias.items():
         try:  # JSON can only have strings as keys
-            token_id = _integer("logit_bias", int(key) if isinstance(key, str) else key, 0)
+            token_id = integer("logit_bias", int(key) if isinstance(key, str) else key, 0)
         except ValueError:
             raise ValueError(f"logit_bias must have token ids as keys, got {key!r}") from None
         is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)

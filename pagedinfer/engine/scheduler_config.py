@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from pagedinfer.parameter_checks import check_choice
+
 
 @dataclass(frozen=True, kw_only=True)
 class SchedulerConfig:
@@ -35,9 +37,9 @@ class SchedulerConfig:
         for name in ("num_cpu_blocks", "long_prefill_token_threshold"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
-        _check_choice("scheduling_policy", self.scheduling_policy, ("fcfs", "priority"))
-        _check_choice("preemption_mode", self.preemption_mode, ("auto", "swap", "recompute"))
-        _check_choice("admission_policy", self.admission_policy, ("forecast", "greedy"))
+        check_choice("scheduling_policy", self.scheduling_policy, ("fcfs", "priority"))
+        check_choice("preemption_mode", self.preemption_mode, ("auto", "swap", "recompute"))
+        check_choice("admission_policy", self.admission_policy, ("forecast", "greedy"))
         if not 0.0 <= self.watermark < 1.0:
             raise ValueError(f"watermark must be in [0, 1), got {self.watermark}")
         if not self.enable_chunked_prefill and self.max_num_batched_tokens < self.max_model_len:
@@ -51,8 +53,3 @@ class SchedulerConfig:
     def num_kv_tokens(self) -> int:
         """Tokens that the device's blocks have room for."""
         return self.num_blocks * self.block_size
-
-
-def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise ValueError(f"{name} must be one of {', '.join(choices)}; got {value!r}")

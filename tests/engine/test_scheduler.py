@@ -288,7 +288,7 @@ def test_bad_limits_are_refused() -> None:
     for fields, message in [
         ({"max_num_seqs": 0}, "max_num_seqs must be at least 1, got 0"),
         ({"num_cpu_blocks": -1}, "num_cpu_blocks must not be negative"),
-        ({"scheduling_policy": "lifo"}, "one of fcfs, priority; got 'lifo'"),
+        ({"scheduling_policy": "lifo"}, "one of 'fcfs', 'priority', got 'lifo'"),
         ({"watermark": 1.0}, r"watermark must be in \[0, 1\)"),
         ({"enable_chunked_prefill": False}, "max_num_batched_tokens is 32, max_model_len is 64"),
     ]:
