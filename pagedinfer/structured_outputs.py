@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 MAX_GRAMMAR_CHARACTERS = 2**20
-MAX_CHOICES = 16_384
+MAX_CHOICE_TEXTS = 16_384
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,8 +100,8 @@ def _choices(value: object) -> tuple[str, ...]:
             raise ValueError(
                 f"structured_outputs: choice must hold texts, none of them empty, got {text!r:.80}"
             )
-    if len(value) > MAX_CHOICES:
-        raise ValueError(f"structured_outputs: choice may hold {MAX_CHOICES} texts, got {len(value)}")
+    if len(value) > MAX_CHOICE_TEXTS:
+        raise ValueError(f"structured_outputs: choice may hold {MAX_CHOICE_TEXTS} texts, got {len(value)}")
     _check_size("choice", sum(map(len, value)))
     return tuple(value)
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+_VOCABULARY_MULTIPLE = 8  # rows of logits begin at multiples of 16 bytes, which GEMMs and the sampler like
+
 
 class Ranks(Protocol):
     """What a division depends on: see `Group`."""
@@ -95,6 +97,3 @@ def shard_vocabulary(vocab_size: int, ranks: Ranks) -> tuple[Shard, int]:
     rows = -(-rows // _VOCABULARY_MULTIPLE) * _VOCABULARY_MULTIPLE
     start = min(vocab_size, ranks.rank * rows)
     return Shard(vocab_size, start, min(vocab_size, start + rows)), rows
-
-
-_VOCABULARY_MULTIPLE = 8  # rows of logits begin at multiples of 16 bytes, which GEMMs and the sampler like

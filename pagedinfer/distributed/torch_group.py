@@ -16,6 +16,8 @@ from pagedinfer.logging import get_logger
 
 logger = get_logger(__name__)
 
+_TIMEOUT = timedelta(minutes=30)  # whoever waits for a rank that hangs is ended by the engine long before
+
 # One function, of which torch 2.11 knows the second name only.
 _all_gather = getattr(distributed, "all_gather_single", None) or distributed.all_gather_into_tensor
 
@@ -142,11 +144,3 @@ def join(
         device_id=device if nccl else None,
     )
     return TorchGroup(device, num_local_ranks=num_local_ranks, peer_bytes=peer_bytes)
-
-
-def leave() -> None:
-    """Ends torch.distributed's default group, in this process."""
-    distributed.destroy_process_group()
-
-
-_TIMEOUT = timedelta(minutes=30)  # whoever waits for a rank that hangs is ended by the engine long before

@@ -61,14 +61,6 @@ class PreemptionCosts:
         """Whether bringing cached blocks back from the CPU is cheaper than computing them again."""
         return self.transfer_seconds(num_blocks) <= self.recompute_seconds(num_tokens)
 
-    def as_dict(self) -> dict[str, float]:
-        """The rates, for metrics and logs."""
-        return {
-            "kv_block_bytes": float(self.block_bytes),
-            "swap_bytes_per_second": self.swap_bytes_per_second,
-            "prefill_tokens_per_second": self.prefill_tokens_per_second,
-        }
-
 
 class Preemption:
     """Takes blocks back from requests that run, and from forks that hold some while they wait."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from pagedinfer.distributed.group import SINGLE_RANK, Group
 
@@ -26,7 +26,5 @@ class Placement:
 
     def parameter(self, *shape: int) -> nn.Parameter:
         """An uninitialised parameter, for inference only."""
-        return nn.Parameter(self.empty(*shape), requires_grad=False)
-
-    def empty(self, *shape: int) -> Tensor:
-        return torch.empty(shape, dtype=self.dtype, device=self.device)
+        values = torch.empty(shape, dtype=self.dtype, device=self.device)
+        return nn.Parameter(values, requires_grad=False)

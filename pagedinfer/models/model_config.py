@@ -8,11 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pagedinfer.config import DTYPES
 from pagedinfer.layers.rope_config import RopeConfig
 from pagedinfer.models.gguf_config import gguf_config, is_gguf
 from pagedinfer.models.registry import Family, find_family
-
-DTYPES = ("float32", "float16", "bfloat16")
 
 
 @dataclass(frozen=True, slots=True)

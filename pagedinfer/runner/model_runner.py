@@ -25,7 +25,7 @@ from pagedinfer.runner.kv_cache import KVCache
 from pagedinfer.runner.prefix_groups import pack_prefixes, unpack_prefixes
 from pagedinfer.runner.sampler import Sampler
 from pagedinfer.runner.step_result import DrawnTokens, StepResult
-from pagedinfer.runner.top_logprobs import TopLogprobs
+from pagedinfer.runner.top_logprobs import SlotTopLogprobs
 
 
 @contextmanager
@@ -91,7 +91,7 @@ class ModelRunner:
             grammars=grammars,
         )
         self._prompt_rater = PromptRater(num_known_tokens, device)
-        self._top_logprobs = TopLogprobs(
+        self._top_logprobs = SlotTopLogprobs(
             max_num_seqs=max_num_seqs, vocab_size=num_known_tokens, device=device
         )
         recorder = None

@@ -15,7 +15,7 @@ _CAPTURED_COUNTS = (5, 20)
 """Numbers of best tokens that there are CUDA graphs for: what the usual servers show at most, and allow."""
 
 
-class TopLogprobs:
+class SlotTopLogprobs:
     """How many of the best tokens each slot's request wants to see; a step computes only their rows."""
 
     def __init__(self, *, max_num_seqs: int, vocab_size: int, device: torch.device) -> None:

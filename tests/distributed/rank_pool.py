@@ -66,7 +66,7 @@ def _serve(connection: Connection, rank: int, size: int, kind: str, store: str) 
     from torch.distributed import FileStore
 
     from pagedinfer.distributed.peer_all_reduce import most_bytes
-    from pagedinfer.distributed.torch_group import join, leave
+    from pagedinfer.distributed.torch_group import join
 
     torch.set_num_threads(1)
     on_gpu = kind == "cuda"
@@ -91,4 +91,4 @@ def _serve(connection: Connection, rank: int, size: int, kind: str, store: str) 
             connection.send((None, function(group, **arguments)))
         except Exception:
             connection.send((traceback.format_exc(), None))
-    leave()
+    torch.distributed.destroy_process_group()

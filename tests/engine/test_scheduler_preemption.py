@@ -74,14 +74,8 @@ def test_costs_follow_what_is_measured() -> None:
         costs.observe_swap(num_blocks=100, seconds=0.002)
         costs.observe_prefill(num_tokens=4000, seconds=0.1)
     costs.observe_swap(num_blocks=0, seconds=0.0)  # tells nothing
-    assert costs.as_dict() == pytest.approx(
-        {
-            "kv_block_bytes": 1 << 20,
-            "swap_bytes_per_second": 100 * (1 << 20) / 0.002,
-            "prefill_tokens_per_second": 40_000,
-        },
-        rel=1e-3,
-    )
+    assert costs.swap_bytes_per_second == pytest.approx(100 * (1 << 20) / 0.002, rel=1e-3)
+    assert costs.prefill_tokens_per_second == pytest.approx(40_000, rel=1e-3)
     assert costs.transfer_seconds(100) == pytest.approx(0.002, rel=1e-3)
     assert costs.recompute_seconds(4000) == pytest.approx(0.1, rel=1e-3)
     assert costs.prefer_swap(100, 1000)
