@@ -265,7 +265,7 @@ def test_while_loading(model: str) -> None:
 @pytest.mark.parametrize(
     ("flags", "code", "message"),
     [
-        (["/no/such/folder"], 1, "no folder '/no/such/folder'"),
+        (["/no/such/folder", "--port", "0"], 1, "no folder '/no/such/folder'"),
         ([], 2, "which MODEL?"),
         (["m", "--block-size", "7"], 2, "block_size must be one of"),
         (["m", "--prot", "8000"], 2, "did you mean --port?"),
