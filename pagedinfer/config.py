@@ -73,9 +73,9 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dtype", _DTYPE_ALIASES.get(self.dtype, self.dtype))
-        _check_path("model", self.model)
+        _check_source("model", self.model, "a folder, a GGUF file or a hub id")
         if self.tokenizer is not None:
-            _check_path("tokenizer", self.tokenizer)
+            _check_source("tokenizer", self.tokenizer, "a folder or a hub id")
         for name in ("revision", "tokenizer_revision", "download_dir", "hf_token", "chat_template", "trace"):
             _check_string(name, getattr(self, name))
         for name in (
@@ -123,7 +123,7 @@ class EngineConfig:
         _check_float("watermark", self.watermark, 0.0, 1.0, below_high=True)
         check_choice("logprobs_mode", self.logprobs_mode, ("raw_logprobs", "processed_logprobs"))
         _check_int("max_logprobs", self.max_logprobs, -1)
-        _check_path("generation_config", self.generation_config)
+        _check_source("generation_config", self.generation_config, '"auto", "vllm" or a folder')
         if self.swap_space is not None:
             _check_float("swap_space", self.swap_space, 0.0, math.inf, unit="GiB")
 
@@ -137,9 +137,9 @@ def unknown_option_message(callee: str, name: str, known: Collection[str] | None
     return f"{callee} has no parameter {name!r}{suggestion}"
 
 
-def _check_path(name: str, value: Any) -> None:
+def _check_source(name: str, value: Any, what: str) -> None:
     if not isinstance(value, str) or not value:
-        raise ValueError(f"{name} must be the path of a folder as a string, got {value!r}")
+        raise ValueError(f"{name} must be {what}, as a string, got {value!r}")
 
 
 def _check_string(name: str, value: Any) -> None:
@@ -154,7 +154,7 @@ def _check_int(name: str, value: Any, low: int, high: int | None = None, *, unit
         or value < low
         or (high is not None and value > high)
     ):
-        where = f"at least {low}" if high is None else f"from {low} to {high}"
+        where = f"of at least {low}" if high is None else f"from {low} to {high}"
         raise ValueError(f"{name} must be an integer {where}{' ' * bool(unit)}{unit}, got {value!r}")
 
 
