@@ -79,7 +79,7 @@ def add_arguments(parser: Parser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Serves until a signal, or the engine's end."""
     if not arguments.model:
-        print("pagedinfer serve: error: which MODEL? a folder, a GGUF file or a hub id is needed", file=sys.stderr)
+        print("pagedinfer serve: error: which MODEL? a folder, a GGUF file or a hub id", file=sys.stderr)
         return 2
     try:
         config = engine_config(arguments)
