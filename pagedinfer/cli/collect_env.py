@@ -11,6 +11,7 @@ from importlib import metadata
 from typing import TYPE_CHECKING
 
 from pagedinfer import __version__
+from pagedinfer.cli.http_client import API_KEY_VARIABLE
 
 if TYPE_CHECKING:
     from pagedinfer.cli.parser import Parser
@@ -38,10 +39,6 @@ _VARIABLES = (
     "HF_HUB_OFFLINE",
     "LD_LIBRARY_PATH",
     "OMP_NUM_THREADS",
-    "PAGEDINFER_CACHE_ROOT",
-    "PAGEDINFER_CPU_ISA",
-    "PAGEDINFER_LOGGING_LEVEL",
-    "PAGEDINFER_PEER_ALL_REDUCE_BYTES",
     "PYTORCH_CUDA_ALLOC_CONF",
 )
 
@@ -71,7 +68,7 @@ def collect() -> dict[str, dict[str, str]]:
         "system": _system(),
         "packages": {name: _version(name) for name in _PACKAGES},
         "devices": _devices(),
-        "environment": {name: os.environ[name] for name in _VARIABLES if name in os.environ},
+        "environment": _environment(),
     }
 
 
@@ -118,6 +115,12 @@ def _version(package: str) -> str:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return "not installed"
+
+
+def _environment() -> dict[str, str]:
+    """The variables of others that matter here, and all of ours but the one that is a secret."""
+    ours = sorted(name for name in os.environ if name.startswith("PAGEDINFER_") and name != API_KEY_VARIABLE)
+    return {name: os.environ[name] for name in (*_VARIABLES, *ours) if name in os.environ}
 
 
 def _devices() -> dict[str, str]:

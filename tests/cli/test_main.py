@@ -111,12 +111,14 @@ def test_collect_env(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setenv("PAGEDINFER_API_KEY", "very-secret")
     monkeypatch.setenv("HF_TOKEN", "also-secret")
+    monkeypatch.setenv("PAGEDINFER_WHATEVER_COMES", "3")
     result = run("collect-env", "--json")
     assert result.returncode == 0, result.stderr
     found = json.loads(result.stdout)
     assert found["pagedinfer"]["version"] == __version__
     assert found["pagedinfer"]["kernels"] == "load"
     assert found["packages"]["torch"] != "not installed"
+    assert found["environment"]["PAGEDINFER_WHATEVER_COMES"] == "3"
     assert "secret" not in result.stdout
 
 
