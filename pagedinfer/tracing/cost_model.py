@@ -12,23 +12,26 @@ from pagedinfer.engine.batch import Batch
 
 Floats = npt.NDArray[np.float64]
 
-# A step of few tokens waits for the weights, one of many for the arithmetic: in between a token's cost rises.
-_KNEES = (128, 256)
+# What a token costs depends on how many there are: a GPU computes few in the time that it reads the weights
+# in and is bound by arithmetic with many, a CPU computes several rows quicker than one by one. So it may
+# change at these numbers, either way.
+_KNOTS = (0, 16, 64, 128, 256)
 
 _PARTS = (
     "step",  # whatever it does
     "prompts",  # if it has any: its launch is another one
-    "decoded token",
-    "prompt token",
+    "request",
     "token of context read by a decode",
     "pair of tokens in a prompt's attention",
     "block swapped",
-    *(f"token beyond the first {most}" for most in _KNEES),
+    "token",
+    *(f"token beyond {knot}" for knot in _KNOTS[1:]),
 )
 _ROUNDS = 12
 _USUAL = 0.25  # relative error beyond which a step counts less, by its distance
 _OUTLIER = 2.0  # and from which on it does not count: warm-up, other processes
 _LEAST = 0.3  # of the median: shorter steps are weighted as if they were so long
+_BELIEF = 1e-6  # of a step's squared error: what no step tells is as `_beliefs` says
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +39,7 @@ class CostModel:
     """Seconds of a step, linear in what it does; none of the parts is negative."""
 
     seconds: dict[str, float]
-    """For one of each part."""
+    """For one of each part; "token beyond 64" is each after the 64th, up to the next such number."""
     error: float
     """Median relative error on the steps that it was fitted to."""
 
@@ -56,21 +59,24 @@ class CostModel:
 
 def features(batch: Batch) -> Floats:
     """How much of each part a step has."""
-    num_decodes = num_prompt_tokens = context = 0
-    pairs = 0.0
+    context, pairs = 0, 0.0
     for work in batch.requests:
         if work.num_tokens == 1:
-            num_decodes += 1
             context += work.start + 1
         else:
-            num_prompt_tokens += work.num_tokens
             pairs += work.num_tokens * (work.start + work.num_tokens / 2)
-    has_prompts = bool(num_prompt_tokens or batch.admitted)
+    num_tokens, num_requests = batch.num_tokens, len(batch.requests)
+    has_prompts = num_tokens > num_requests or bool(batch.admitted)
     swapped = len(batch.swaps_out) + len(batch.swaps_in)
-    beyond = [max(0, num_decodes + num_prompt_tokens - most) for most in _KNEES]
     return np.array(
-        [1.0, has_prompts, num_decodes, num_prompt_tokens, context, pairs, swapped, *beyond], np.float64
+        [1.0, has_prompts, num_requests, context, pairs, swapped, *_pieces(num_tokens)], np.float64
     )
+
+
+def _pieces(num_tokens: int) -> list[int]:
+    """How many of the tokens are behind each knot and before the next."""
+    ends = (*_KNOTS[1:], num_tokens)
+    return [max(0, min(num_tokens, end) - knot) for knot, end in zip(_KNOTS, ends, strict=True)]
 
 
 def fit(steps: Sequence[tuple[Floats, float]]) -> CostModel:
@@ -84,10 +90,14 @@ def fit(steps: Sequence[tuple[Floats, float]]) -> CostModel:
     inputs = np.stack([step for step, _ in steps])
     seconds = np.array([duration for _, duration in steps])
     expected, trust = seconds, np.ones(len(seconds))
+    beliefs = np.sqrt(_BELIEF * len(seconds)) * _beliefs() / np.median(seconds)
+    targets = np.zeros(len(beliefs))
     for _ in range(_ROUNDS):
         # By relative errors, or the few steps with long prompts would outweigh all the others.
         scale = trust / np.maximum(expected, _LEAST * np.median(expected))
-        weights = _nonnegative(inputs * scale[:, None], seconds * scale)
+        weights = _nonnegative(
+            np.concatenate([inputs * scale[:, None], beliefs]), np.concatenate([seconds * scale, targets])
+        )
         expected = np.maximum(inputs @ weights, 1e-9)
         error = np.abs(expected - seconds) / expected
         trust = np.sqrt(np.minimum(1.0, _USUAL / np.maximum(error, 1e-9))) * (error < _OUTLIER)
@@ -95,6 +105,16 @@ def fit(steps: Sequence[tuple[Floats, float]]) -> CostModel:
     usual = error < _OUTLIER
     weights *= seconds[usual].sum() / expected[usual].sum()
     return CostModel(dict(zip(_PARTS, weights.tolist(), strict=True)), float(np.median(error)))
+
+
+def _beliefs() -> Floats:
+    """What is zero where nothing speaks against it, by row: bends at the knots, and the cost of requests."""
+    rows = np.zeros((len(_KNOTS), len(_PARTS)))
+    first = _PARTS.index("token")
+    for i, knot in enumerate(_KNOTS[1:]):
+        rows[i, first + i : first + i + 2] = -knot, knot  # how much more tokens cost behind it than before
+    rows[-1, _PARTS.index("request")] = _KNOTS[2]
+    return rows
 
 
 def _nonnegative(inputs: Floats, seconds: Floats) -> Floats:

@@ -17,13 +17,17 @@ from pagedinfer.tracing.simulation import Run, simulate, traced_run
 from tests.engine import rig as rig_module
 from tests.engine.rig import Rig, prompt_of
 
-MILLISECONDS = {"step": 5.0, "decoded token": 0.01, "prompt token": 0.05}
-
 
 def cost(batch: Batch) -> float:
-    num_prompt = sum(work.num_tokens for work in batch.requests if work.num_tokens > 1)
-    num_decodes = sum(work.num_tokens == 1 for work in batch.requests)
-    return 1e-3 * (5.0 + 0.01 * num_decodes + 0.05 * num_prompt)
+    return 1e-3 * (5.0 + 0.02 * len(batch.requests) + 0.05 * batch.num_tokens)
+
+
+def decodes(count: int, context: int = 200) -> list[ScheduledRequest]:
+    return [ScheduledRequest("d", 0, context, 1, True, []) for _ in range(count)]
+
+
+def prompt(num_tokens: int) -> ScheduledRequest:
+    return ScheduledRequest("p", 1, 0, num_tokens, True, [])
 
 
 @pytest.fixture
@@ -54,16 +58,16 @@ def test_the_fit_finds_what_steps_cost() -> None:
     draw = random.Random(1)
     steps = []
     for _ in range(300):
-        contexts = [draw.randint(1, 900) for _ in range(draw.randint(1, 64))]
-        work = [ScheduledRequest("d", 0, context, 1, True, []) for context in contexts]
+        work = [request for _ in range(draw.randint(1, 64)) for request in decodes(1, draw.randint(1, 900))]
         if draw.random() < 0.3:
-            work.append(ScheduledRequest("p", 1, 0, draw.randint(2, 500), True, []))
+            work.append(prompt(draw.randint(2, 500)))
         batch = Batch(1, requests=work)
         steps.append((features(batch), cost(batch) * draw.choice([0.99, 1.0, 1.01])))
     steps += [(steps[0][0], 10.0)] * 3  # somebody else had the machine
     model = fit(steps)
     assert 1e3 * model.seconds["step"] == pytest.approx(5.0, rel=0.03)
-    assert 1e3 * model.seconds["prompt token"] == pytest.approx(0.05, rel=0.05)
+    assert 1e3 * model.seconds["token beyond 128"] == pytest.approx(0.05, rel=0.05)
+    assert 1e3 * (model.seconds["token"] + model.seconds["request"]) == pytest.approx(0.07, rel=0.05)
     assert model.error < 0.02
     assert all(seconds >= 0 for seconds in model.seconds.values())
     assert "ms a step" in model.describe()
@@ -78,19 +82,42 @@ def test_the_fit_of_a_gpu() -> None:
     draw = random.Random(1)
     steps = []
     for i in range(600):
-        work = [ScheduledRequest("d", 0, draw.randint(100, 300), 1, True, []) for _ in range(64 - i // 10)]
+        work = [request for _ in range(64 - i // 10) for request in decodes(1, draw.randint(100, 300))]
         if i == 0:
-            work = [ScheduledRequest("p", 1, 0, draw.randint(64, 256), True, []) for _ in range(64)]
+            work = [prompt(draw.randint(64, 256)) for _ in range(64)]
         elif i % 3 == 0:
-            work.append(ScheduledRequest("p", 1, 0, draw.randint(64, 256), True, []))
+            work.append(prompt(draw.randint(64, 256)))
         batch = Batch(i, requests=work)
         steps.append((features(batch), gpu(batch) * draw.uniform(0.97, 1.03)))
     model = fit(steps)
-    prompts = Batch(0, requests=[ScheduledRequest("p", 1, 0, 160, True, []) for _ in range(200)])
-    decodes = Batch(0, requests=[ScheduledRequest("d", 0, 200, 1, True, []) for _ in range(256)])
-    both = Batch(0, requests=[*decodes.requests, prompts.requests[0]])
-    for batch in (prompts, decodes, both):
+    for work in ([prompt(160)] * 200, decodes(256), [*decodes(256), prompt(160)]):
+        batch = Batch(0, requests=work)
         assert model.predict(batch) == pytest.approx(gpu(batch), rel=0.15)
+
+
+def test_the_fit_of_a_cpu() -> None:
+    """Some rows together are quicker than one by one: 32 requests do not tell what 8 take, but 1 to 32 do."""
+
+    def cpu(batch: Batch) -> float:
+        return 0.8e-3 + 60e-6 * min(16, batch.num_tokens) + 8e-6 * max(0, batch.num_tokens - 16)
+
+    draw = random.Random(1)
+    steps = []
+    for i in range(600):  # at the end they leave one by one
+        batch = Batch(i, requests=decodes(min(32, 1 + (599 - i) // 3), draw.randint(100, 300)))
+        others = 1.3 if 200 < i < 300 else 1.0  # somebody else wanted the machine for a while
+        steps.append((features(batch), others * cpu(batch) * draw.uniform(0.97, 1.03)))
+    model = fit(steps)
+    for count in (4, 8, 16, 24, 32):
+        batch = Batch(0, requests=decodes(count))
+        assert model.predict(batch) == pytest.approx(cpu(batch), rel=0.1)
+
+
+def test_more_tokens_than_any_step_had_cost_as_the_last_ones() -> None:
+    steps = [Batch(i, requests=decodes(1 + i % 12)) for i in range(100)]
+    model = fit([(features(step), cost(step)) for step in steps])
+    batch = Batch(0, requests=decodes(300))
+    assert model.predict(batch) == pytest.approx(cost(batch), rel=0.05)
 
 
 def test_nothing_to_fit() -> None:
