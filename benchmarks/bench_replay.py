@@ -184,7 +184,7 @@ def real_runs(
     if arguments.model == "tiny":
         (folder / "config.json").write_text(json.dumps(TINY))
     else:
-        write_shape(arguments.model, folder)
+        folder = write_shape(arguments.model, folder)
     bench = Bench(folder, NUM_REQUESTS[arguments.model], arguments.device)
     limits = LIMITS[arguments.model]
     paths = [(arguments.keep or folder) / f"trace{i}.json" for i in range(len(limits))]
