@@ -22,8 +22,8 @@
 // Invariants: sequences without queries are skipped; those of length 0 only get zeros written.
 #include "attention/attention_plan_cuda.h"
 
-#include "attention/device_limits.h"
 #include "attention/work_partition.h"
+#include "common/device_limits.h"
 
 namespace pagedinfer {
 
@@ -273,7 +273,7 @@ cudaError_t attention_plan_sizes_cuda(const AttentionPlanShape& shape, Attention
   using namespace attention;
   DeviceLimits limits;
   if (cudaError_t status = device_limits(&limits); status != cudaSuccess) return status;
-  const int grid = limits.decode_grid(shape.head_dim);
+  const int grid = decode_grid(limits.num_sms, shape.head_dim);
   const int64_t group = shape.num_heads / shape.num_kv_heads;
   const int64_t prefill_tiles =
       max_prefill_tiles(shape.num_seqs, shape.num_tokens, shape.max_query_len, group);
@@ -290,7 +290,7 @@ cudaError_t launch_attention_plan(const AttentionPlanParams& params, cudaStream_
   const AttentionPlanShape& shape = params.shape;
   DeviceLimits limits;
   if (cudaError_t status = device_limits(&limits); status != cudaSuccess) return status;
-  const int grid = limits.decode_grid(shape.head_dim);
+  const int grid = decode_grid(limits.num_sms, shape.head_dim);
   const PlanKernelParams kernel_params{
       .query_start_loc = params.query_start_loc,
       .seq_lens = params.seq_lens,

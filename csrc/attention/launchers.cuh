@@ -3,8 +3,8 @@
 
 #include <cuda_runtime_api.h>
 
-#include "attention/device_limits.h"
 #include "attention/kernel_params.cuh"
+#include "common/device_limits.h"
 
 namespace pagedinfer::attention {
 

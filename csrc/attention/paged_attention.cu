@@ -17,9 +17,9 @@
 
 #include <bit>
 
-#include "attention/device_limits.h"
 #include "attention/kernel_params.cuh"
 #include "attention/launchers.cuh"
+#include "common/device_limits.h"
 
 namespace pagedinfer {
 
@@ -41,7 +41,7 @@ cudaError_t launch_paged_attention(const PagedAttentionParams& params, cudaStrea
           static_cast<uint32_t>(params.cache_stride_block * size_of(params.dtype) / 16),
       .partial_rows = static_cast<int>(partial_rows(params.max_query_len, group)),
       .window = window_of(params.sliding_window),
-      .grid = limits.decode_grid(params.head_dim),
+      .grid = decode_grid(limits.num_sms, params.head_dim),
       .stages = 0,
       .beside_prefill = false,
   };

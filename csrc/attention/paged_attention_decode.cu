@@ -13,7 +13,7 @@
 //   workspace     see partial_results.cuh                        float32  results of parts
 //   out           [num_tokens, num_heads, D]                     T        dense
 //
-// Grid: p.grid blocks (DeviceLimits::decode_grid), whatever the batch, so that a captured graph
+// Grid: p.grid blocks (decode_grid), whatever the batch, so that a captured graph
 // stays valid. A block owns the contiguous range of tiles in its BlockRecord (work_partition.h).
 // The launch is dependent (dependent_launch.cuh).
 //
@@ -30,7 +30,6 @@
 //
 // Invariants: keys outside first_key .. seq_len - 1 are never read: their shared memory is zeroed
 // (0 * NaN would be NaN) and their scores are -inf.
-#include "attention/device_limits.h"
 #include "attention/dispatch.h"
 #include "attention/kernel_params.cuh"
 #include "attention/launchers.cuh"
@@ -38,6 +37,7 @@
 #include "attention/partial_results.cuh"
 #include "attention/warp_attention.cuh"
 #include "common/dependent_launch.cuh"
+#include "common/device_limits.h"
 
 namespace pagedinfer::attention {
 

@@ -37,12 +37,12 @@
 // that some row does not see whole are masked.
 #include <cuda.h>
 
-#include "attention/device_limits.h"
 #include "attention/dispatch.h"
 #include "attention/launchers.cuh"
 #include "attention/prefill_wgmma_compute.cuh"
 #include "attention/prefill_wgmma_fetch.cuh"
 #include "common/dependent_launch.cuh"
+#include "common/device_limits.h"
 
 namespace pagedinfer::attention {
 

@@ -20,11 +20,11 @@
 
 #include <bit>
 
-#include "attention/device_limits.h"
 #include "attention/dispatch.h"
 #include "attention/rotary_attention_cuda.h"
 #include "attention/warp_attention.cuh"
 #include "common/dependent_launch.cuh"
+#include "common/device_limits.h"
 #include "layers/elements.cuh"
 #include "layers/row_math.cuh"
 

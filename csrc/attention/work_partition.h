@@ -55,6 +55,11 @@ PAGEDINFER_HOST_DEVICE constexpr int decode_blocks_per_sm(int64_t head_dim) {
   return head_dim <= 64 ? 3 : 2;
 }
 
+// Blocks of the decode kernel: fixed, so that a captured graph stays valid for any lengths.
+inline int decode_grid(int num_sms, int64_t head_dim) {
+  return num_sms * decode_blocks_per_sm(head_dim);
+}
+
 constexpr int kPrefillTileRows = 128;  // packed rows of a prefill tile
 
 // What takes a multiprocessor how long, in units of 0.18 us at a head_dim of 128 on an H200: a

@@ -16,8 +16,8 @@
 // last); kParts, weight rows to an output.
 #include <algorithm>
 
-#include "attention/device_limits.h"
 #include "common/dependent_launch.cuh"
+#include "common/device_limits.h"
 #include "layers/elements.cuh"
 #include "layers/row_math.cuh"
 #include "layers/skinny_linear_cuda.h"
@@ -25,9 +25,6 @@
 namespace pagedinfer {
 
 namespace {
-
-using attention::device_limits;
-using attention::DeviceLimits;
 
 constexpr int kWarp = 32;
 constexpr int kWarps = 16;

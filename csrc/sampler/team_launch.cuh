@@ -5,6 +5,7 @@
 
 #include <cstdint>
 
+#include "common/device_limits.h"
 #include "sampler/team.cuh"
 
 namespace pagedinfer {
@@ -26,18 +27,15 @@ inline int team_size(int64_t num_rows, int64_t row_bytes, int multiprocessors) {
 template <typename Params>
 cudaError_t launch_teams(void (*kernel)(Params), const Params& params, int64_t num_rows,
                          int64_t row_bytes, cudaStream_t stream) {
-  int device = 0, multiprocessors = 0;
+  DeviceLimits limits;
   cudaFuncAttributes attributes;
-  cudaError_t status = cudaGetDevice(&device);
-  if (status != cudaSuccess) return status;
-  status = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
+  cudaError_t status = device_limits(&limits);
   if (status != cudaSuccess) return status;
   status = cudaFuncGetAttributes(&attributes, reinterpret_cast<const void*>(kernel));
   if (status != cudaSuccess) return status;
   // There are clusters, and dependent launches, if the code that this device runs was compiled for
   // them.
-  const int team =
-      attributes.ptxVersion >= 90 ? team_size(num_rows, row_bytes, multiprocessors) : 1;
+  const int team = attributes.ptxVersion >= 90 ? team_size(num_rows, row_bytes, limits.num_sms) : 1;
 
   cudaLaunchAttribute how[2]{};
   how[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;

@@ -1,8 +1,8 @@
-#include "attention/device_limits.h"
+#include "common/device_limits.h"
 
 #include <atomic>
 
-namespace pagedinfer::attention {
+namespace pagedinfer {
 
 cudaError_t device_limits(DeviceLimits* limits) {
   constexpr int kMaxDevices = 64;
@@ -36,4 +36,4 @@ cudaError_t device_limits(DeviceLimits* limits) {
   return cudaSuccess;
 }
 
-}  // namespace pagedinfer::attention
+}  // namespace pagedinfer
