@@ -12,6 +12,8 @@
 
 namespace pagedinfer::attention {
 
+constexpr unsigned kWarpMask = ~0u;  // all lanes of a warp
+
 // Scores in base 2, as the kernels use them: weight = 2^(factor * score - maximum), where
 //   no cap:  score = q . k,                      factor = scale * log2(e)
 //   a cap:   score = tanh(q . k * scale / cap),  factor = cap * log2(e)

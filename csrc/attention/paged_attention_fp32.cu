@@ -34,7 +34,6 @@ namespace pagedinfer::attention {
 
 namespace {
 
-constexpr unsigned kWarpMask = ~0u;
 constexpr int kThreads = 128;
 constexpr int kRows = kDecodeRows;
 constexpr int kLanes = kThreads / kRows;  // threads of a row

@@ -43,7 +43,6 @@ namespace pagedinfer::attention {
 
 namespace {
 
-constexpr unsigned kWarpMask = ~0u;
 constexpr int kWarps = 4, kThreads = kWarps * 32;
 constexpr int kMinBlockSize = 8;
 

@@ -8,7 +8,6 @@
 
 namespace pagedinfer::attention::wgmma {
 
-constexpr unsigned kWarpMask = ~0u;
 constexpr int kWarpgroup = 128;
 constexpr int kConsumers = 2;  // warpgroups
 constexpr int kThreads = (1 + kConsumers) * kWarpgroup;

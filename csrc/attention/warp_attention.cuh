@@ -8,7 +8,6 @@
 
 namespace pagedinfer::attention {
 
-constexpr unsigned kWarpMask = ~0u;
 constexpr int kWarpTokens = 16;
 
 template <int HEAD_DIM>
