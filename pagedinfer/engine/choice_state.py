@@ -59,11 +59,6 @@ class ChoiceState:
         self._num_shown_tokens = 0
         self._num_shown_characters = 0
 
-    @property
-    def cumulative_logprob(self) -> float:
-        """Of the tokens so far."""
-        return self._cumulative_logprob
-
     def append(self, update: RequestUpdate) -> bool:
         """Takes in what a step gave. True: a stop string has ended the choice, which was to go on."""
         new_token_ids = update.new_token_ids

@@ -27,6 +27,7 @@ from pagedinfer.engine.output_processor import OutputProcessor
 from pagedinfer.engine.request import Request
 from pagedinfer.engine.scheduler import Scheduler, SchedulerConfig
 from pagedinfer.engine.seeds import mix64, request_seed
+from pagedinfer.engine.streamed_tokens import StreamedTokens
 from pagedinfer.engine.tokenizer import load_tokenizer
 from pagedinfer.logging import configure, get_logger
 from pagedinfer.models.hub import fetch_model, fetch_tokenizer
@@ -143,6 +144,7 @@ class LLMEngine:
         priority: int = 0,
         *,
         output_kind: RequestOutputKind | None = None,
+        stream: int | None = None,
     ) -> None:
         """Queues a request; `step` will work on it.
 
@@ -152,6 +154,7 @@ class LLMEngine:
             params: how to sample; by default as `LLM.get_default_sampling_params` says.
             priority: lower is more urgent; looked at under scheduling_policy="priority".
             output_kind: instead of the one in `params`.
+            stream: the number of its first choice in what `step` streams; choice i goes by this plus i.
 
         Raises:
             ValueError: a malformed prompt or parameter, or an id that is in use.
@@ -182,6 +185,7 @@ class LLMEngine:
                 cache_salt=prompt.cache_salt,
                 needs_known_tokens=bool(params.logits_processors),
                 reports_at_end=final_only and not params.stop_strings and params.logprobs is None,
+                stream=None if stream is None or params.logprobs is not None else stream + i,
             )
             for i in range(params.n)
         )
@@ -237,7 +241,7 @@ class LLMEngine:
             prompt = self.input_processor.process(prompt)
         self._beam_searches.add(request_id, prompt, params, priority)
 
-    def step(self) -> list[RequestOutput]:
+    def step(self, streamed: StreamedTokens | None = None) -> list[RequestOutput]:
         """Runs one step and returns what it gave: an output for each request that got a token or ended.
 
         With async_scheduling the next step has been launched before this one's results are taken in, and so
@@ -248,6 +252,10 @@ class LLMEngine:
         If it fails, the requests in it are dropped, `failed_request_ids` names them, and the engine can be
         used again: other requests, those of a step that was launched after it among them, are computed again
         from the tokens that they have, and get the same ones as ever.
+
+        Args:
+            streamed: takes the tokens of choices that were added with a `stream` and have no
+                log-probabilities, all but the first and the last of each: no output tells of them.
         """
         self.check_open()
         try:
@@ -264,7 +272,7 @@ class LLMEngine:
             return []
         batch = self._launched.oldest
         try:
-            return self._finish_step()
+            return self._finish_step(streamed)
         except Exception:
             self._drop_requests_of(batch)
             raise
@@ -302,13 +310,13 @@ class LLMEngine:
                 self._timing.observe_launch(time.perf_counter() - began_at)
         return True
 
-    def _finish_step(self) -> list[RequestOutput]:
+    def _finish_step(self, streamed: StreamedTokens | None) -> list[RequestOutput]:
         """Takes in what the oldest launched step gives."""
         batch, output, seconds = self._launched.take_result()
         if self._timing is not None:
             self._timing.observe_step(batch, seconds, self._launched.waited)
         self._observe_costs(batch, seconds)
-        updates = self.scheduler.update(batch, output)
+        updates = self.scheduler.update(batch, output, streamed)
         self.advisor.note_step()
         self._outputs.note_prompts(output.prompts)
         updates, found = self._beam_searches.process(updates)

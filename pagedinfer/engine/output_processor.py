@@ -61,6 +61,9 @@ class _RequestState:
         finished = self.num_unfinished == 0
         if finished:
             self.metrics.finished_ts = now
+            self.metrics.num_generation_tokens = sum(
+                choice.request.num_output_tokens for choice in self.choices
+            )
             self.metrics.num_preemptions = sum(choice.request.num_preemptions for choice in self.choices)
             self.metrics.num_cached_tokens = self.choices[0].request.num_cached_tokens
         if self.output_kind is RequestOutputKind.FINAL_ONLY and not finished:

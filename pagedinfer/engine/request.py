@@ -64,6 +64,8 @@ class Request:
             host looks at this request's to say what may be drawn, or whether it goes on at all.
         reports_at_end: nobody looks at its tokens before it ends. Steps report its first token, and with its
             end all others.
+        stream: the number that its tokens between the first and the last go by in `StreamedTokens`, for
+            callers who take them from there.
     """
 
     __slots__ = (
@@ -98,6 +100,7 @@ class Request:
         "status",
         "stop_reason",
         "stop_set",
+        "stream",
         "swap_in_step",
         "token_ids",
         "unreported_logprobs",
@@ -121,6 +124,7 @@ class Request:
         num_logprobs: int | None = None,
         needs_known_tokens: bool = False,
         reports_at_end: bool = False,
+        stream: int | None = None,
     ) -> None:
         if not prompt_token_ids:
             raise ValueError(f"request {request_id!r}: the prompt is empty; it needs at least one token")
@@ -136,6 +140,7 @@ class Request:
         self.num_logprobs = num_logprobs
         self.needs_known_tokens = needs_known_tokens
         self.reports_at_end = reports_at_end
+        self.stream = stream
 
         # Tokens: the prompt and what was generated and is known to the host. Those that a step in
         # flight draws count in num_tokens from the moment that the step is scheduled.

@@ -31,6 +31,7 @@ from pagedinfer.engine.scheduler_config import SchedulerConfig
 from pagedinfer.engine.size_limits import max_total_tokens
 from pagedinfer.engine.stats import SchedulerCounters, SchedulerStats, collect_stats
 from pagedinfer.engine.step_planner import StepPlanner
+from pagedinfer.engine.streamed_tokens import StreamedTokens
 
 __all__ = ["RequestUpdate", "Scheduler", "SchedulerConfig"]
 
@@ -250,11 +251,18 @@ class Scheduler:
 
     # ---- what a step gave ----
 
-    def update(self, batch: Batch, output: StepOutput) -> list[RequestUpdate]:
+    def update(
+        self, batch: Batch, output: StepOutput, streamed: StreamedTokens | None = None
+    ) -> list[RequestUpdate]:
         """Appends the drawn tokens and ends the requests that they end.
 
         One update for each request that drew a token and has something to report, in the order of the
         output's rows; requests that have ended since the step was scheduled have none.
+
+        Args:
+            batch, output: of the step.
+            streamed: takes, instead of updates, the tokens of requests with a `stream` that neither begin
+                nor end with them.
         """
         sampling = self._sampling.pop(batch.step, None)
         if sampling is None:
@@ -289,6 +297,15 @@ class Scheduler:
                 if status is None and num_tokens > request.num_prompt_tokens + 1:
                     continue
                 update = RequestUpdate(request, row, *request.take_unreported())
+            elif (
+                streamed is not None
+                and request.stream is not None
+                and status is None
+                and num_tokens > request.num_prompt_tokens + 1
+            ):
+                streamed.streams.append(request.stream)
+                streamed.token_ids.append(token)
+                continue
             else:
                 update = RequestUpdate(request, row, [token], [logprob])
             updates.append(update)

@@ -15,6 +15,7 @@ from pagedinfer.engine.request import Request, RequestStatus
 from pagedinfer.engine.request_update import RequestUpdate
 from pagedinfer.engine.scheduler import Scheduler
 from pagedinfer.engine.scheduler_config import SchedulerConfig
+from pagedinfer.engine.streamed_tokens import StreamedTokens
 from pagedinfer.errors import RequestTooLargeError
 from pagedinfer.tracing.checksum import checksum
 from pagedinfer.tracing.content_ids import ContentIds, Ranges
@@ -121,8 +122,10 @@ class TracingScheduler(Scheduler):
             self._open_steps[batch.step] = (started, record)
         return batch
 
-    def update(self, batch: Batch, output: StepOutput) -> list[RequestUpdate]:
-        updates = super().update(batch, output)
+    def update(
+        self, batch: Batch, output: StepOutput, streamed: StreamedTokens | None = None
+    ) -> list[RequestUpdate]:
+        updates = super().update(batch, output, streamed)
         now = self._now()
         started, record = self._open_steps.pop(batch.step)
         op = self._next_op()

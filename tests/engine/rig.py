@@ -5,15 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from pagedinfer.engine.batch import Batch
+from pagedinfer.engine.batch import Batch, StepOutput
 from pagedinfer.engine.request import Request
 from pagedinfer.engine.scheduler import RequestUpdate, Scheduler, SchedulerConfig
+from pagedinfer.engine.streamed_tokens import StreamedTokens
 from tests.engine.fake_runner import FakeRunner, expected_output, params
 
 
 def make_request(request_id: str, prompt: list[int], **fields: Any) -> Request:
     """Fields that a request does not know go into its sampling parameters."""
-    own = ("priority", "seed", "cache_salt", "eos_token_ids", "output_token_ids", "skip_reading_prefix_cache")
+    own = (
+        *("priority", "seed", "cache_salt", "eos_token_ids", "output_token_ids"),
+        *("skip_reading_prefix_cache", "stream"),
+    )
     extra = {name: fields.pop(name) for name in own if name in fields}
     return Request(request_id, prompt, params(**fields), **extra)
 
@@ -45,6 +49,7 @@ class Rig:
         self.scheduler = Scheduler(self.config)
         self.runner = FakeRunner(self.config, swap_in_steps)
         self.outputs: dict[str, list[int]] = {}
+        self.streams: dict[int, list[int]] = {}  # of these outputs, those of requests with a `stream`
         self.ends: dict[str, tuple[str | None, int | str | None]] = {}
         self.requests: dict[str, Request] = {}
         self.given: dict[str, list[int]] = {}  # the tokens that they were added with
@@ -64,13 +69,23 @@ class Rig:
         self.requests[request.request_id] = request
         self.given[request.request_id] = request.token_ids.copy()
         self.outputs[request.request_id] = []
+        if request.stream is not None:
+            self.streams[request.stream] = self.outputs[request.request_id]
         return request
 
     def step(self) -> list[RequestUpdate]:
         self.batch = batch = self.scheduler.schedule()
         if batch.is_empty():
             return []
-        return self.apply(self.scheduler.update(batch, self.runner.execute(batch).result()))
+        return self.update(batch, self.runner.execute(batch).result())
+
+    def update(self, batch: Batch, output: StepOutput) -> list[RequestUpdate]:
+        """As the scheduler's; what it streams is taken in, too."""
+        streamed = StreamedTokens()
+        updates = self.scheduler.update(batch, output, streamed)
+        for stream, token in zip(streamed.streams, streamed.token_ids, strict=True):
+            self.streams[stream].append(token)
+        return self.apply(updates)
 
     def step_until(self, reached: Callable[[], object], max_steps: int = 500) -> None:
         for _ in range(max_steps):
@@ -104,8 +119,9 @@ class Rig:
 
     def check_outputs(self) -> None:
         for request_id, output in self.outputs.items():
-            seed = self.requests[request_id].seed
-            assert output == expected_output(self.given[request_id], seed, len(output)), request_id
+            request, given = self.requests[request_id], self.given[request_id]
+            assert output == expected_output(given, request.seed, len(output)), request_id
+            assert len(given) + len(output) == len(request.token_ids), f"{request_id} lacks some"
 
     def displace_victim(self) -> Request:
         """An urgent request takes the slot of one, beside "long", whose way back from the CPU is slow."""

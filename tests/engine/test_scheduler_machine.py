@@ -54,6 +54,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.num_added += 1
         return f"r{self.num_added}"
 
+    def stream(self) -> int | None:
+        """Of the request with the last new id: every second one has one."""
+        return self.num_added if self.num_added % 2 else None
+
     def unfinished(self, which: int) -> Request | None:
         requests = list(self.scheduler.requests.values())
         return requests[which % len(requests)] if requests else None
@@ -73,7 +77,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def add(self, prompt: list[int], max_tokens: int, **fields: Any) -> None:
         fields["cache_salt"] = fields.pop("salt")
         fields["eos_token_ids"] = fields.pop("eos")
-        self.rig.add(self.new_id(), prompt, max_tokens=max_tokens, **fields)
+        self.rig.add(self.new_id(), prompt, max_tokens=max_tokens, stream=self.stream(), **fields)
 
     @rule(which=st.integers(0, 100), n=st.integers(1, 3), max_tokens=st.integers(1, 9))
     def more_choices(self, which: int, n: int, max_tokens: int) -> None:
@@ -88,6 +92,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 max_tokens=max_tokens,
                 seed=100 + seed,
                 cache_salt=parent.cache_salt,
+                stream=self.stream(),
             )
 
     @rule(which=st.integers(0, 100), token=st.integers(0, 49), end_parent=st.booleans())
@@ -145,7 +150,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         else:
             failed = self.scheduler.schedule()
             for earlier in self.in_flight:
-                self.rig.apply(self.scheduler.update(*earlier))
+                self.rig.update(*earlier)
         self.in_flight.clear()
         if failed.requests:
             before = {name: request.token_ids.copy() for name, request in self.scheduler.requests.items()}
@@ -175,7 +180,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         if not batch.is_empty():
             self.in_flight.append((batch, self.rig.runner.execute(batch).result()))
         while len(self.in_flight) > self.overlap or (batch.is_empty() and self.in_flight):
-            self.rig.apply(scheduler.update(*self.in_flight.pop(0)))
+            self.rig.update(*self.in_flight.pop(0))
 
     # ---- what must hold ----
 
