@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import asdict, replace
@@ -32,6 +31,7 @@ from pagedinfer.server import messages as wire
 from pagedinfer.server.engine_handle import ENGINE_COMMAND, EngineHandle
 from pagedinfer.server.engine_observer import EngineObserver
 from pagedinfer.server.request_stream import RequestStream
+from pagedinfer.server.streams_in_flight import StreamsInFlight
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -71,9 +71,8 @@ class AsyncEngine:
         self._observer = observer or EngineObserver()
         self._max_num_queued_requests = max_num_queued_requests
         self._limits: wire.EngineLimits | None = None
-        self._numbers = itertools.count()
-        self._streams: dict[int, RequestStream] = {}
-        self._request_ids: set[str] = set()
+        self._next_number = 0  # each choice has one of its own
+        self._streams = StreamsInFlight()
         self._reader: asyncio.Task[None] | None = None
         self._started = asyncio.Event()
         self._is_ready = False
@@ -239,10 +238,10 @@ class AsyncEngine:
         if not isinstance(prompt, ProcessedPrompt):
             prompt = self.input_processor.process(prompt)
         prompt = truncate(prompt, params, self.limits.max_model_len)
-        number = next(self._numbers)
+        number = self._next_number
         request = Request(str(number) if request_id is None else request_id, prompt.token_ids, params)
         max_total_tokens(request, self._scheduler_config)
-        if request.request_id in self._request_ids:
+        if self._streams.with_id(request.request_id) is not None:
             raise ValueError(f"there is an unfinished request {request.request_id!r} already")
         self.check_queue()
         stream = RequestStream(
@@ -258,8 +257,8 @@ class AsyncEngine:
                 number, prompt.token_ids, wire.params_to_wire(params), priority, prompt.cache_salt
             )
         )
-        self._streams[number] = stream
-        self._request_ids.add(request.request_id)
+        self._next_number += params.n
+        self._streams.add(stream)
         self._num_added += 1
         self._observer.added(stream)
         return stream
@@ -290,26 +289,25 @@ class AsyncEngine:
 
     def abort_stream(self, stream: RequestStream) -> None:
         """Ends a request, if it has not finished, and frees all it holds."""
-        if self._streams.pop(stream.number, None) is None:
+        if not self._streams.remove(stream):
             return
-        self._request_ids.discard(stream.request.request_id)
         self._send(wire.AbortRequests([stream.number]))
         stream.abort()
         self._observer.finished(stream)
 
     def abort(self, request_id: str) -> bool:
         """Ends the request of this id; whoever iterates over it gets a last output. False: there is none."""
-        for stream in self._streams.values():
-            if stream.request.request_id == request_id:
-                self.abort_stream(stream)
-                return True
-        return False
+        stream = self._streams.with_id(request_id)
+        if stream is None:
+            return False
+        self.abort_stream(stream)
+        return True
 
     def fail_all(self, reason: str) -> None:
         """Ends all requests with a RequestFailedError."""
-        self._send(wire.AbortRequests(list(self._streams)))
-        for number in list(self._streams):
-            self._fail(number, RequestFailedError(reason))
+        self._send(wire.AbortRequests([stream.number for stream in self._streams]))
+        for stream in self._streams:
+            self._fail(stream, RequestFailedError(reason))
 
     def reset_prefix_cache(self) -> None:
         """Forgets the KV of earlier prompts."""
@@ -324,19 +322,24 @@ class AsyncEngine:
 
     async def _read(self, handle: EngineHandle) -> None:
         async for message in handle.messages():
-            if isinstance(message, wire.Outputs):
-                self._take_outputs(message)
-            elif isinstance(message, wire.RequestsFailed):
-                for number in message.numbers:
-                    self._fail(number, _error(message))
-            elif isinstance(message, wire.Ready):
-                self._limits = message.limits
-                self._observer.started(message.limits)
-                self._started.set()
-            else:
-                self._die(message.message)
+            self._take(message)
         code = handle.returncode
         self._die(f"the engine's process (pid {self.pid}) has ended unexpectedly, exit code {code}")
+
+    def _take(self, message: wire.FromEngine) -> None:
+        if isinstance(message, wire.Outputs):
+            self._take_outputs(message)
+        elif isinstance(message, wire.RequestsFailed):
+            for number in message.numbers:
+                stream = self._streams.with_choice(number)
+                if stream is not None:
+                    self._fail(stream, _error(message))
+        elif isinstance(message, wire.Ready):
+            self._limits = message.limits
+            self._observer.started(message.limits)
+            self._started.set()
+        else:
+            self._die(message.message)
 
     def _take_outputs(self, message: wire.Outputs) -> None:
         if message.stats is not None:
@@ -344,34 +347,43 @@ class AsyncEngine:
             self._num_added = 0
         now = time.monotonic()
         for delta in message.requests:
-            stream = self._streams.get(delta.number)
+            stream = self._streams.with_choice(delta.number)
             if stream is None:  # aborted, and the engine had not heard yet
                 continue
             num_tokens = stream.num_tokens
-            stopped = stream.apply(delta)
-            self._observer.tokens(stream, stream.num_tokens - num_tokens, now)
-            if stream.finished:
-                del self._streams[delta.number]
-                self._request_ids.discard(stream.request.request_id)
-                self._observer.finished(stream)
-            for index in stopped:
+            for index in stream.apply(delta):
                 self._send(wire.StopChoice(delta.number, index))
+            self._note_tokens(stream, stream.num_tokens - num_tokens, now)
+        for number, token_id in message.tokens.unpack():
+            stream = self._streams.with_choice(number)
+            if stream is None:
+                continue
+            num_tokens = stream.num_tokens
+            index = number - stream.number
+            if stream.apply_token(index, token_id):
+                self._send(wire.StopChoice(stream.number, index))
+            self._note_tokens(stream, stream.num_tokens - num_tokens, now)
         self._observer.step(message)
 
-    def _fail(self, number: int, error: BaseException) -> None:
-        stream = self._streams.pop(number, None)
-        if stream is not None:
-            self._request_ids.discard(stream.request.request_id)
-            stream.fail(error)
+    def _note_tokens(self, stream: RequestStream, count: int, now: float) -> None:
+        """So many have come, and it may have ended with them."""
+        self._observer.tokens(stream, count, now)
+        if stream.finished:
+            self._streams.remove(stream)
             self._observer.finished(stream)
+
+    def _fail(self, stream: RequestStream, error: BaseException) -> None:
+        self._streams.remove(stream)
+        stream.fail(error)
+        self._observer.finished(stream)
 
     def _die(self, reason: str) -> None:
         if self._dead is None:
             self._dead = reason
             if not self._closing:
                 logger.error("%s", reason)
-        for number in list(self._streams):
-            self._fail(number, EngineDeadError(self._dead))
+        for stream in self._streams:
+            self._fail(stream, EngineDeadError(self._dead))
         self._observer.died()
         self._started.set()
 

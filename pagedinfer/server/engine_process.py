@@ -24,6 +24,7 @@ import zmq
 
 from pagedinfer.engine.input_processor import ProcessedPrompt
 from pagedinfer.engine.stats import SchedulerCounters, SchedulerStats
+from pagedinfer.engine.streamed_tokens import StreamedTokens
 from pagedinfer.errors import PagedinferError, RequestTooLargeError
 from pagedinfer.logging import configure, get_logger
 from pagedinfer.outputs import CompletionOutput, Logprob, RequestOutput
@@ -57,7 +58,7 @@ class Engine(Protocol):
     ) -> None: ...
     def abort_request(self, request_id: str) -> object: ...
     def stop_choice(self, request_id: str, index: int) -> bool: ...
-    def step(self) -> list[RequestOutput]: ...
+    def step(self, streamed: StreamedTokens) -> list[RequestOutput]: ...
     def has_unfinished_requests(self) -> bool: ...
     def reset_prefix_cache(self) -> None: ...
     def close(self) -> None: ...
@@ -99,7 +100,7 @@ class EngineLoop:
         """Carries out what has come; False: to end. Waits if there is nothing else to do."""
         if not self._engine.has_unfinished_requests():
             if not self._stats_sent_idle:
-                self._send_outputs([], idle=True)
+                self._send_outputs([], StreamedTokens(), idle=True)
             self._socket.poll()
         while True:
             try:
@@ -147,8 +148,9 @@ class EngineLoop:
 
     def _step(self) -> None:
         started = time.perf_counter()
+        streamed = StreamedTokens()
         try:
-            outputs = self._engine.step()
+            outputs = self._engine.step(streamed)
         except Exception as error:
             lost = [int(request_id) for request_id in self._engine.failed_request_ids]
             logger.exception("a step failed; the requests in it are lost: %d", len(lost))
@@ -156,9 +158,9 @@ class EngineLoop:
             self._engine.check_device()
             return
         self._step_seconds += time.perf_counter() - started
-        self._send_outputs(outputs, idle=False)
+        self._send_outputs(outputs, streamed, idle=False)
 
-    def _send_outputs(self, outputs: list[RequestOutput], *, idle: bool) -> None:
+    def _send_outputs(self, outputs: list[RequestOutput], streamed: StreamedTokens, *, idle: bool) -> None:
         stats = None
         scheduled = self._engine.counters().num_scheduled_tokens
         num_step_tokens = scheduled - self._num_scheduled_tokens
@@ -168,10 +170,11 @@ class EngineLoop:
             stats = self._stats()
             self._stats_sent_at = now
         self._stats_sent_idle = idle
-        if not outputs and not num_step_tokens and stats is None:
+        if not outputs and not streamed.streams and not num_step_tokens and stats is None:
             return
         deltas = [_request_delta(output) for output in outputs]
-        self._send(wire.Outputs(deltas, num_step_tokens, stats))
+        tokens = wire.TokenColumns.pack(streamed.streams, streamed.token_ids)
+        self._send(wire.Outputs(deltas, tokens, num_step_tokens, stats))
 
     def _stats(self) -> wire.EngineStats:
         stats = self._engine.stats()
@@ -221,7 +224,7 @@ def _request_delta(output: RequestOutput) -> wire.RequestDelta:
 
 
 def _choice_delta(choice: CompletionOutput) -> wire.ChoiceDelta:
-    delta = wire.ChoiceDelta(choice.index, choice.token_ids, choice.cumulative_logprob or 0.0)
+    delta = wire.ChoiceDelta(choice.index, choice.token_ids)
     if choice.finish_reason is not None:
         delta.finish_reason = choice.finish_reason
         # Stop strings are the business of the process that has the text.
@@ -265,7 +268,7 @@ class LocalEngine:
     def add_request(
         self, request_id: str, prompt: ProcessedPrompt, params: SamplingParams, priority: int
     ) -> None:
-        self._engine.add_request(request_id, prompt, without_text(params), priority)
+        self._engine.add_request(request_id, prompt, without_text(params), priority, stream=int(request_id))
 
     def counters(self) -> SchedulerCounters:
         return self._engine.scheduler.counters

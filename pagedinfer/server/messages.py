@@ -1,13 +1,16 @@
 """What the API process and the engine process say to each other, as MessagePack. Torch-free.
 
 Every message is one of the types of `ToEngine` or `FromEngine` and is checked when it is decoded; nothing
-in it can name code. Requests go by a number that the API process gives them.
+in it can name code. Requests go by a number that the API process gives them, and choice i of a request by
+that number plus i.
 """
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Iterator
 from dataclasses import fields
-from typing import Any
+from typing import Any, Self
 
 import msgspec
 
@@ -97,7 +100,6 @@ class ChoiceDelta(msgspec.Struct, array_like=True, gc=False, omit_defaults=True)
 
     index: int
     token_ids: list[int]
-    cumulative_logprob: float
     finish_reason: str | None = None
     stop_reason: int | None = None
     logprobs: list[list[TokenLogprob]] | None = None  # for each new token: the drawn one, then the best ones
@@ -123,6 +125,22 @@ class RequestDelta(msgspec.Struct, array_like=True, gc=False, omit_defaults=True
     times: RequestTimes | None = None  # with the last one
     num_preemptions: int = 0
     prompt_logprobs: list[list[TokenLogprob] | None] | None = None  # by position: the token there, the best
+
+
+class TokenColumns(msgspec.Struct, array_like=True, gc=False, omit_defaults=True):
+    """One token each of choices of which there is nothing else to tell, packed: most of what a step gives."""
+
+    choices: bytes = b""  # int64 each, as this machine has them: their numbers
+    token_ids: bytes = b""  # int32 each
+
+    @classmethod
+    def pack(cls, choices: list[int], token_ids: list[int]) -> Self:
+        """Of two lists of the same length."""
+        return cls(array("q", choices).tobytes(), array("i", token_ids).tobytes())
+
+    def unpack(self) -> Iterator[tuple[int, int]]:
+        """(choice, token) after (choice, token)."""
+        return zip(array("q", self.choices), array("i", self.token_ids), strict=True)
 
 
 class EngineStats(msgspec.Struct, array_like=True):
@@ -152,6 +170,7 @@ class Outputs(msgspec.Struct, tag="outputs", array_like=True):
     """What a step gave."""
 
     requests: list[RequestDelta]
+    tokens: TokenColumns  # of choices that are not in `requests`
     num_step_tokens: int  # that the step computed
     stats: EngineStats | None = None  # now and then
 

@@ -25,7 +25,7 @@ class RequestStream:
     Whoever reads slowly gets more at a time: what came between two reads is one output.
 
     Args:
-        number: what the engine calls it.
+        number: what the engine calls it, and its first choice; choice i goes by this plus i.
         request: its id, prompt and parameters.
         prompt: as it was given.
         output_kind: what `next` returns, as in SamplingParams.output_kind.
@@ -66,6 +66,22 @@ class RequestStream:
         """Set when there is something to `take`; several streams may share one."""
         self.has_news = False
 
+    @property
+    def choice_numbers(self) -> range:
+        """What the engine calls its choices."""
+        return range(self.number, self.number + len(self.choices))
+
+    def apply_token(self, index: int, token_id: int) -> bool:
+        """Takes in the next token of a choice. True: a stop string has ended it here, not in the engine."""
+        choice = self.choices[index]
+        if choice.finish_reason is not None:  # the engine had not heard yet
+            return False
+        self.num_tokens += 1
+        stopped = choice.append(RequestUpdate(self.request, 0, [token_id], []))
+        self._note_news(choice)
+        self._wake_reader()
+        return stopped
+
     def apply(self, delta: wire.RequestDelta) -> list[int]:
         """Takes in what a step gave; the choices that a stop string has ended here, not in the engine."""
         self.num_cached_tokens = delta.num_cached_tokens
@@ -83,19 +99,13 @@ class RequestStream:
             self.num_tokens += len(part.token_ids)
             if self._append(choice, part):
                 stopped.append(part.index)
-            if choice.finish_reason is not None:
-                self._num_unfinished -= 1
-            self._news[part.index] = choice
+            self._note_news(choice)
         if delta.times is not None:
             metrics, times = self.metrics, delta.times
             metrics.scheduled_ts, metrics.first_token_ts = times.scheduled, times.first_token
             metrics.last_token_ts = times.last_token
             metrics.num_preemptions = delta.num_preemptions
-        if self._num_unfinished == 0:
-            self._finish()
-        elif self.output_kind is not RequestOutputKind.FINAL_ONLY:
-            self.has_news = True
-            self.wake.set()
+        self._wake_reader()
         return stopped
 
     def fail(self, error: BaseException) -> None:
@@ -154,10 +164,7 @@ class RequestStream:
 
     def _append(self, choice: ChoiceState, part: wire.ChoiceDelta) -> bool:
         if part.logprobs is None:
-            logprob = part.cumulative_logprob - choice.cumulative_logprob
-            update = RequestUpdate(
-                self.request, 0, part.token_ids, [logprob], part.finish_reason, part.stop_reason
-            )
+            update = RequestUpdate(self.request, 0, part.token_ids, [], part.finish_reason, part.stop_reason)
             return choice.append(update)
         last = len(part.token_ids) - 1
         for i, (token_id, found) in enumerate(zip(part.token_ids, part.logprobs, strict=True)):
@@ -169,6 +176,18 @@ class RequestStream:
         if last < 0 and part.finish_reason is not None:
             choice.finish(part.finish_reason)
         return False
+
+    def _note_news(self, choice: ChoiceState) -> None:
+        if choice.finish_reason is not None:
+            self._num_unfinished -= 1
+        self._news[choice.index] = choice
+
+    def _wake_reader(self) -> None:
+        if self._num_unfinished == 0:
+            self._finish()
+        elif self.output_kind is not RequestOutputKind.FINAL_ONLY:
+            self.has_news = True
+            self.wake.set()
 
     def _logprob(self, found: list[wire.TokenLogprob]) -> dict[int, Logprob]:
         return self._logprob_maker.make(found[0].token_id, found[0].logprob, _top(found))

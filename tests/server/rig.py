@@ -153,7 +153,7 @@ class ServerThread(Client):
         loop = engine._reader.get_loop()  # type: ignore[union-attr]
 
         def abort() -> None:
-            for stream in list(engine._streams.values()):
+            for stream in engine._streams:
                 engine.abort_stream(stream)
 
         loop.call_soon_threadsafe(abort)

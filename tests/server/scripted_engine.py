@@ -17,6 +17,7 @@ from typing import Any
 
 from pagedinfer.engine.input_processor import ProcessedPrompt
 from pagedinfer.engine.stats import SchedulerCounters, SchedulerStats, WaitingReason
+from pagedinfer.engine.streamed_tokens import StreamedTokens
 from pagedinfer.outputs import CompletionOutput, FinishReason, Logprob, RequestMetrics, RequestOutput
 from pagedinfer.sampling_params import SamplingParams
 from pagedinfer.server.engine_process import serve
@@ -67,11 +68,19 @@ class ScriptedEngine:
             del self.requests[request_id]
         return not request.unfinished
 
-    def step(self) -> list[RequestOutput]:
+    def step(self, streamed: StreamedTokens) -> list[RequestOutput]:
         running = list(self.requests.items())[: self.max_num_seqs]
         self.statistics.num_scheduled_tokens += len(running)
         self.statistics.num_steps += 1
-        outputs = [self.output(request_id, request) for request_id, request in running]
+        outputs = []
+        for request_id, request in running:
+            output = self.output(request_id, request)
+            if output.finished or request.num_tokens == 1 or request.params.logprobs is not None:
+                outputs.append(output)
+                continue
+            for choice in output.outputs:
+                streamed.streams.append(int(request_id) + choice.index)
+                streamed.token_ids += choice.token_ids
         pause = [request.value for _, request in running if request.trouble == "slow"]
         time.sleep(max(pause, default=0.0))
         pace = [request.value for _, request in running if request.trouble == "pace"]
