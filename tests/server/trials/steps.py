@@ -1,8 +1,10 @@
 """What serving adds to a step of the engine: 256 streams on a tiny model, beside `LLM.generate` of the same.
 
-Compared is CPU time a step, which other work on the machine does not change, and time on the clock.
+Compared is CPU time a step, which other work on the machine does not change much, and time on the clock.
+Requests come to a server one after another, so that its first steps and its last have fewer of them. So
+each way generates a few tokens and then more, and what the further ones take counts.
 
-    python -m tests.server.trials.steps [--streams 256] [--tokens 64]
+    python -m tests.server.trials.steps [--streams 256] [--tokens 64] [--repeats 3]
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import json
 import os
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,7 +23,6 @@ import torch
 
 from pagedinfer import LLM, SamplingParams
 from tests.server.rig import Server
-from tests.server.trials.streams import cpu_seconds
 from tests.tiny_models import make_llama
 
 OPTIONS = {
@@ -35,45 +37,63 @@ FLAGS = [
 ]
 
 
-class Step(NamedTuple):
-    """Milliseconds for a token of each stream: a step, if all streams are in it."""
+_FEW = 16
+
+
+class Seconds(NamedTuple):
+    """What something took of a process."""
 
     cpu: float
     clock: float
+
+
+def a_step(few: Seconds, many: Seconds, tokens: int) -> Seconds:
+    """What each of `tokens` steps took by which one run was longer than another."""
+    return Seconds((many.cpu - few.cpu) / tokens, (many.clock - few.clock) / tokens)
 
 
 def prompts(streams: int) -> list[list[int]]:
     return [[3 + (7 * i + 13 * j) % 300 for j in range(8)] for i in range(streams)]
 
 
-def offline(model: str, streams: int, tokens: int) -> Step:
-    """`LLM.generate` of all of them."""
+def offline(model: str, streams: int, tokens: int, repeats: int) -> Iterator[Seconds]:
+    """A step of `LLM.generate` of all of them."""
     torch.set_num_threads(1)
-    params = SamplingParams(seed=1, max_tokens=tokens, ignore_eos=True)
     with LLM(model, **OPTIONS) as llm:  # type: ignore[arg-type]
         inputs = [{"prompt_token_ids": prompt} for prompt in prompts(streams)]
-        llm.generate(inputs[:8], params, use_tqdm=False)
-        cpu, clock = time.process_time(), time.perf_counter()
-        llm.generate(inputs, params, use_tqdm=False)
-        return Step(
-            1000 * (time.process_time() - cpu) / tokens, 1000 * (time.perf_counter() - clock) / tokens
-        )
+
+        def generate(max_tokens: int) -> Seconds:
+            params = SamplingParams(seed=1, max_tokens=max_tokens, ignore_eos=True)
+            cpu, clock = time.process_time(), time.perf_counter()
+            llm.generate(inputs, params, use_tqdm=False)
+            return Seconds(time.process_time() - cpu, time.perf_counter() - clock)
+
+        generate(_FEW)
+        for _ in range(repeats):
+            yield a_step(generate(_FEW), generate(_FEW + tokens), tokens)
 
 
-def served(model: str, streams: int, tokens: int) -> Step:
-    """The engine's process, while it serves all of them as streams."""
+def served(model: str, streams: int, tokens: int, repeats: int) -> Iterator[Seconds]:
+    """A step of the engine's process, while it serves all of them as streams; the clock is that of steps."""
     with Server(model, *FLAGS) as server:
-        server.complete("Hello", max_tokens=8)
         engine = server.engine_pid()
 
-        def now() -> tuple[float, float]:
-            return server.metric("pagedinfer_engine_busy_seconds_total"), cpu_seconds(engine)
+        def generate(max_tokens: int) -> Seconds:
+            cpu, clock = exact_cpu_seconds(engine), server.metric("pagedinfer_engine_busy_seconds_total")
+            asyncio.run(_read_all(server, streams, max_tokens))
+            time.sleep(0.3)  # for the last report
+            busy = server.metric("pagedinfer_engine_busy_seconds_total")
+            return Seconds(exact_cpu_seconds(engine) - cpu, busy - clock)
 
-        before = now()
-        asyncio.run(_read_all(server, streams, tokens))
-        time.sleep(0.3)  # for the last report
-        busy, cpu = (b - a for a, b in zip(before, now(), strict=True))
-        return Step(1000 * cpu / tokens, 1000 * busy / tokens)
+        generate(_FEW)
+        for _ in range(repeats):
+            yield a_step(generate(_FEW), generate(_FEW + tokens), tokens)
+
+
+def exact_cpu_seconds(pid: int) -> float:
+    """That the threads of a process have used so far."""
+    threads = Path(f"/proc/{pid}/task").iterdir()
+    return sum(int((thread / "schedstat").read_text().split()[0]) for thread in threads) / 1e9
 
 
 async def _read_all(server: Server, streams: int, tokens: int) -> None:
@@ -94,13 +114,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--streams", type=int, default=256)
     parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--repeats", type=int, default=3)
     arguments = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
     with tempfile.TemporaryDirectory() as folder:
         make_llama(Path(folder))
-        for name, measure in (("offline", offline), ("served", served)):
-            step = measure(folder, **vars(arguments))
-            print(f"{name}: {step.cpu:.2f} ms of CPU a step, {step.clock:.2f} ms on the clock", flush=True)
+        ways = [measure(folder, **vars(arguments)) for measure in (offline, served)]
+        for steps in zip(*ways, strict=True):
+            for name, step in zip(("offline", "served"), steps, strict=True):
+                print(f"{name}: {1000 * step.cpu:.2f} ms of CPU a step, {1000 * step.clock:.2f} on the clock")
+            print(f"served over offline: {steps[1].cpu / steps[0].cpu:.3f} of CPU", flush=True)
 
 
 if __name__ == "__main__":
