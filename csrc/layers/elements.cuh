@@ -1,11 +1,11 @@
-// The element types of the layer kernels on the GPU, vectors of them, and the choice of both.
+// The elements of the layer kernels on the GPU, vectors of them, and the choice of both.
 #pragma once
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_runtime_api.h>
 
-#include "common/dtype.h"
+#include "common/element_type.cuh"
 #include "common/vector_width.h"
 
 namespace pagedinfer {
@@ -63,20 +63,6 @@ __device__ __forceinline__ __nv_bfloat16 rounded<__nv_bfloat16>(float x) {
 template <typename T>
 __device__ __forceinline__ float rounded_through(float x) {
   return to_float(rounded<T>(x));
-}
-
-// Calls launch.operator()<T>() with the element type of `dtype`.
-template <typename Launch>
-cudaError_t with_element_type(DType dtype, const Launch& launch) {
-  switch (dtype) {
-    case DType::float32:
-      return launch.template operator()<float>();
-    case DType::float16:
-      return launch.template operator()<__half>();
-    case DType::bfloat16:
-      return launch.template operator()<__nv_bfloat16>();
-  }
-  return cudaErrorInvalidValue;  // not reached: the entries check dtypes
 }
 
 // Calls launch.operator()<T, kCount>() with the element type of `dtype` and either as many elements

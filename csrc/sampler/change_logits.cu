@@ -3,6 +3,7 @@
 // Grid: a block for each 2,048 columns of each row, 256 threads, 8 columns a thread, 256 apart;
 // blocks of rows that do not change return at once. A block then does again the few of its columns
 // that have a bias. Shared memory: none.
+#include "common/element_type.cuh"
 #include "sampler/change_logits_cuda.h"
 #include "sampler/upcast.h"
 
@@ -47,18 +48,10 @@ __global__ void __launch_bounds__(kThreads)
 cudaError_t launch_change_logits(const ChangeLogitsParams& params, cudaStream_t stream) {
   const int64_t blocks = params.num_rows * ((params.vocab_size + kColumns - 1) / kColumns);
   const auto grid = static_cast<unsigned>(blocks);
-  switch (params.dtype) {
-    case DType::float32:
-      change_logits_kernel<float><<<grid, kThreads, 0, stream>>>(params);
-      break;
-    case DType::float16:
-      change_logits_kernel<Float16><<<grid, kThreads, 0, stream>>>(params);
-      break;
-    case DType::bfloat16:
-      change_logits_kernel<BFloat16><<<grid, kThreads, 0, stream>>>(params);
-      break;
-  }
-  return cudaGetLastError();
+  return with_element_type<Float16, BFloat16>(params.dtype, [&]<typename T>() {
+    change_logits_kernel<T><<<grid, kThreads, 0, stream>>>(params);
+    return cudaGetLastError();
+  });
 }
 
 }  // namespace pagedinfer

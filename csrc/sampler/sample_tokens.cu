@@ -23,6 +23,7 @@
 #include <cmath>
 
 #include "common/dependent_launch.cuh"
+#include "common/element_type.cuh"
 #include "sampler/change_logits_cuda.h"
 #include "sampler/row_shortlist.cuh"
 #include "sampler/sample_tokens_cuda.h"
@@ -131,15 +132,8 @@ cudaError_t launch(const SampleTokensParams& params, cudaStream_t stream) {
 }
 
 cudaError_t launch_of_dtype(const SampleTokensParams& params, cudaStream_t stream) {
-  switch (params.dtype) {
-    case DType::float32:
-      return launch<float>(params, stream);
-    case DType::float16:
-      return launch<Float16>(params, stream);
-    case DType::bfloat16:
-      return launch<BFloat16>(params, stream);
-  }
-  return cudaErrorInvalidValue;
+  return with_element_type<Float16, BFloat16>(
+      params.dtype, [&]<typename T>() { return launch<T>(params, stream); });
 }
 
 }  // namespace

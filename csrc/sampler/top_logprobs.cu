@@ -8,6 +8,7 @@
 #include <cmath>
 
 #include "common/dependent_launch.cuh"
+#include "common/element_type.cuh"
 #include "sampler/change_logits.h"
 #include "sampler/row_boundary.cuh"
 #include "sampler/team_launch.cuh"
@@ -137,15 +138,8 @@ cudaError_t launch(const TopLogprobsParams& params, cudaStream_t stream) {
 }  // namespace
 
 cudaError_t launch_top_logprobs(const TopLogprobsParams& params, cudaStream_t stream) {
-  switch (params.dtype) {
-    case DType::float32:
-      return launch<float>(params, stream);
-    case DType::float16:
-      return launch<Float16>(params, stream);
-    case DType::bfloat16:
-      return launch<BFloat16>(params, stream);
-  }
-  return cudaErrorInvalidValue;
+  return with_element_type<Float16, BFloat16>(
+      params.dtype, [&]<typename T>() { return launch<T>(params, stream); });
 }
 
 }  // namespace pagedinfer
