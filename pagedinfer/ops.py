@@ -290,7 +290,7 @@ def rotary_store_kv(
         slot_mapping: int64 [num_tokens], contiguous; -1 stores nothing (query is still rotated).
         interleaved: as in `rotary_embedding`.
         query_norm_weight, key_norm_weight: dtype [head_dim], contiguous, or None: no norm.
-        epsilon: of the norms.
+        epsilon: of the norms, as in `rms_norm`.
 
     Raises:
         ValueError: shapes, dtypes, devices or strides that do not fit, a head_dim above 256, a rotary_dim
@@ -678,7 +678,7 @@ def rms_norm(
         input: dtype [..., hidden]; the last dimension is contiguous, those before the last two have one
             stride (the heads of a split view of a fused QKV are fine, for QK-norm).
         weight: dtype [hidden].
-        epsilon: added to the mean of squares.
+        epsilon: added to the mean of squares; finite and not negative.
         residual: dtype, input's shape, strides as input's. If given, it is updated in place,
             residual += input, and x is that sum; without it x is the input.
         out: dtype, input's shape, strides as input's; allocated contiguous if not given. May be the input
@@ -707,7 +707,7 @@ def offset_rms_norm(
         input: dtype [..., hidden]; the last dimension is contiguous, those before the last two have one
             stride.
         weight: dtype [hidden], contiguous: the distance of each factor from one.
-        epsilon: added to the mean of squares.
+        epsilon: added to the mean of squares; finite and not negative.
         addend: dtype [..., hidden], strides as input's: what the norm is added to.
         out: dtype [..., hidden], strides as input's; may be the addend; allocated contiguous if not given.
 
@@ -805,7 +805,7 @@ def skinny_linear(
             gate's rows come first, then as many of the other factor.
         bias: dtype [features].
         norm_weight: dtype [in_features].
-        epsilon: of the norm.
+        epsilon: of the norm, as in `rms_norm`.
         residual: dtype [num_rows, out_features].
         out: dtype [num_rows, out_features]: features or, if gated, half of them; allocated if not given.
             May be the residual.

@@ -221,7 +221,7 @@ void rotary_attention(const Tensor& positions, const Tensor& query, const Tensor
       .sliding_window = checked_sliding_window(kOp, sliding_window),
       .scale = static_cast<float>(scale),
       .logit_cap = static_cast<float>(logit_cap),
-      .epsilon = static_cast<float>(epsilon),
+      .epsilon = checked_epsilon(kOp, epsilon),
       .dtype = dtype,
   };
   if (params.num_seqs == 0) return;

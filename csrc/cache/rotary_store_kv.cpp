@@ -78,7 +78,7 @@ void rotary_store_kv(const Tensor& positions, Tensor query, const Tensor& key, c
       .block_size = check.size("block_size"),
       .max_position = check.size("max_position"),
       .rotary_dim = rotary_dim,
-      .epsilon = static_cast<float>(epsilon),
+      .epsilon = checked_epsilon("rotary_store_kv", epsilon),
       .interleaved = interleaved,
       .dtype = dtype,
   };

@@ -1,5 +1,6 @@
 #include "common/check.h"
 
+#include <cmath>
 #include <cstdlib>
 
 namespace pagedinfer {
@@ -21,6 +22,13 @@ std::string joined(const Values& values) {
 }
 
 }  // namespace
+
+float checked_epsilon(const char* op, double epsilon) {
+  const auto value = static_cast<float>(epsilon);
+  PAGEDINFER_CHECK(std::isfinite(value) && value >= 0, op, ": epsilon is ", epsilon,
+                   "; expected a finite float32 >= 0");
+  return value;
+}
 
 const char* name_of(ScalarType type) {
   switch (type) {

@@ -35,6 +35,9 @@ void append_to(std::ostringstream& out, const Parts&... parts) {
   ((out << parts), ...);
 }
 
+// A norm's epsilon, as kernels take it: finite and not negative.
+float checked_epsilon(const char* op, double epsilon);
+
 const char* name_of(ScalarType type);
 std::string shape_of(const Tensor& tensor);
 std::string device_of(const Tensor& tensor);

@@ -91,7 +91,7 @@ void peer_all_reduce_norm(Tensor data, Tensor residual, const Tensor& weight, do
       .num_rows = check.size("num_rows"),
       .inner_rows = 1,
       .hidden = hidden,
-      .epsilon = static_cast<float>(epsilon),
+      .epsilon = checked_epsilon(op, epsilon),
       .dtype = params.dtype,
   };
   if (params.num_bytes == 0) return;

@@ -31,7 +31,7 @@ void offset_rms_norm(const Tensor& input, const Tensor& weight, double epsilon, 
       .num_rows = counts.rows,
       .inner_rows = counts.inner,
       .width = hidden,
-      .epsilon = static_cast<float>(epsilon),
+      .epsilon = checked_epsilon(op, epsilon),
       .dtype = dtype,
   };
   if (params.num_rows == 0 || hidden == 0) return;

@@ -35,7 +35,7 @@ void rms_norm(const Tensor& input, const Tensor& weight, double epsilon, Tensor 
       .num_rows = counts.rows,
       .inner_rows = counts.inner,
       .hidden = hidden,
-      .epsilon = static_cast<float>(epsilon),
+      .epsilon = checked_epsilon(op, epsilon),
       .dtype = dtype,
   };
   if (params.num_rows == 0 || hidden == 0) return;

@@ -91,7 +91,7 @@ void skinny_linear(const Tensor& input, const Tensor& weight, std::optional<Tens
       .num_rows = num_rows,
       .in_features = check.size("in_features"),
       .num_features = num_features,
-      .epsilon = static_cast<float>(epsilon),
+      .epsilon = checked_epsilon("skinny_linear", epsilon),
       .gated = gated,
       .dtype = dtype,
   };
