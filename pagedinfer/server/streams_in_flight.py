@@ -31,9 +31,10 @@ class StreamsInFlight:
         self._by_choice.update(dict.fromkeys(stream.choice_numbers, stream))
 
     def remove(self, stream: RequestStream) -> bool:
-        """False: it is not there (any more)."""
-        if self._by_id.pop(stream.request.request_id, None) is None:
+        """False: it is not there (any more), though another one of its id may be."""
+        if stream.number not in self._by_choice:
             return False
+        del self._by_id[stream.request.request_id]
         for number in stream.choice_numbers:
             del self._by_choice[number]
         return True

@@ -182,6 +182,26 @@ def test_leaving_and_aborting_end_a_request(model: str) -> None:
     asyncio.run(run())
 
 
+def test_an_id_may_be_used_again(model: str) -> None:
+    """And whoever leaves the first request late ends that one, not the second."""
+
+    async def run() -> tuple[int, list[RequestOutput]]:
+        async with scripted(model) as engine:
+            first = engine.submit("abc", SamplingParams(max_tokens=2), "same")
+            while not (await first.next()).finished:
+                pass
+            second = asyncio.create_task(
+                collect(engine, salted("abc", "slow:0.01"), SamplingParams(max_tokens=9), request_id="same")
+            )
+            await asyncio.sleep(0.05)
+            engine.abort_stream(first)
+            return engine.num_unfinished_requests, await second
+
+    num_unfinished, outputs = asyncio.run(run())
+    assert num_unfinished == 1
+    assert outputs[-1].outputs[0].finish_reason == "length"
+
+
 def test_what_is_refused_is_refused_before_it_is_sent(model: str) -> None:
     async def run() -> None:
         async with scripted(model) as engine:
