@@ -1,8 +1,8 @@
 """What serving adds to a step of the engine: 256 streams on a tiny model, beside `LLM.generate` of the same.
 
-Compared is CPU time a step, which other work on the machine does not change much, and time on the clock.
-Requests come to a server one after another, so that its first steps and its last have fewer of them. So
-each way generates a few tokens and then more, and what the further ones take counts.
+Compared is CPU time a step, which other work on the machine does not change much, and time on the clock. Each
+way generates a few tokens and then more, and what the further ones take counts. The server's engine is held
+up until all requests have come, so that all are in all steps.
 
     python -m tests.server.trials.steps [--streams 256] [--tokens 64] [--repeats 3]
 """
@@ -13,6 +13,7 @@ import argparse
 import asyncio
 import json
 import os
+import signal
 import tempfile
 import time
 from collections.abc import Iterator
@@ -78,12 +79,17 @@ def served(model: str, streams: int, tokens: int, repeats: int) -> Iterator[Seco
     with Server(model, *FLAGS) as server:
         engine = server.engine_pid()
 
+        def now() -> tuple[float, float, float]:
+            names = ("pagedinfer_engine_steps_total", "pagedinfer_engine_busy_seconds_total")
+            return *map(server.metric, names), exact_cpu_seconds(engine)
+
         def generate(max_tokens: int) -> Seconds:
-            cpu, clock = exact_cpu_seconds(engine), server.metric("pagedinfer_engine_busy_seconds_total")
+            before = now()
             asyncio.run(_read_all(server, streams, max_tokens))
             time.sleep(0.3)  # for the last report
-            busy = server.metric("pagedinfer_engine_busy_seconds_total")
-            return Seconds(exact_cpu_seconds(engine) - cpu, busy - clock)
+            steps, clock, cpu = (b - a for a, b in zip(before, now(), strict=True))
+            assert steps == max_tokens, "a step without some of the streams"
+            return Seconds(cpu, clock)
 
         generate(_FEW)
         for _ in range(repeats):
@@ -107,7 +113,13 @@ async def _read_all(server: Server, streams: int, tokens: int) -> None:
         assert answer.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n"), answer[-100:]
         writer.close()
 
-    await asyncio.gather(*map(read, prompts(streams)))
+    async def release() -> None:
+        while await asyncio.to_thread(server.metric, "pagedinfer_num_requests_in_flight") < streams:
+            await asyncio.sleep(0.02)
+        os.kill(server.engine_pid(), signal.SIGCONT)
+
+    os.kill(server.engine_pid(), signal.SIGSTOP)
+    await asyncio.gather(release(), *map(read, prompts(streams)))
 
 
 def main() -> None:
