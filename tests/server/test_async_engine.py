@@ -61,6 +61,7 @@ def test_it_gives_what_llm_gives(model: str) -> None:
         ("Hello", SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)),
         ("中 fox", SamplingParams(temperature=1.0, seed=7, max_tokens=12, logprobs=2, n=2)),
         ("The dog", SamplingParams(seed=3, repetition_penalty=1.3, max_tokens=16, stop=["e", "a"], n=3)),
+        ("A cat", SamplingParams(seed=5, max_tokens=9, detokenize=False, n=2)),
         ([5, 6, 7], SamplingParams(seed=1, max_tokens=6, prompt_logprobs=1, bad_words=["fox"], min_tokens=3)),
     ]
     with LLM(model, **OPTIONS) as llm:
