@@ -30,7 +30,7 @@ from pagedinfer.tracing.reader import read_trace
 from pagedinfer.tracing.records import Added, Trace
 from pagedinfer.tracing.simulation import simulate, traced_run
 
-NUM_REQUESTS = {"llama-3-8b": 384, "tiny": 80}
+NUM_REQUESTS = {"llama-3-8b": 384, "tiny": 240}
 LIMITS = {  # of the runs
     "llama-3-8b": [
         {"max_num_seqs": 256, "max_num_batched_tokens": 16384, "num_blocks": 40000},
