@@ -1,7 +1,7 @@
 #include <algorithm>
 #include <cstring>
 
-#include "cache/block_mapping.h"
+#include "cache/cache_checks.h"
 #include "cache/copy_blocks_cuda.h"
 #include "cache/copy_order.h"
 #include "common/check.h"
@@ -41,18 +41,12 @@ void copy_blocks_cpu(char* cache, int64_t block_bytes, const CopyPlan& plan) {
 void copy_blocks(Tensor kv_cache, const Tensor& mapping) {
   const char* op = "copy_blocks";
   ArgumentChecker check(op);
-  check.shape("mapping", mapping, {"n", "2"});
-  check.dtype("mapping", mapping, ScalarType::Long);
-  check.on_cpu("mapping", mapping);
-  check.contiguous("mapping", mapping);
   PAGEDINFER_CHECK(kv_cache.dim() >= 1, "copy_blocks: kv_cache has shape ", shape_of(kv_cache),
                    "; expected [num_blocks, ...]");
   check.contiguous("kv_cache", kv_cache);
 
   const int64_t num_blocks = kv_cache.size(0);
-  const std::vector<BlockCopy> copies =
-      checked_mapping(op, static_cast<const int64_t*>(mapping.const_data_ptr()), check.size("n"),
-                      num_blocks, num_blocks);
+  const std::vector<BlockCopy> copies = checked_mapping(op, mapping, num_blocks, num_blocks);
   if (copies.empty() || kv_cache.numel() == 0) return;
   const int64_t block_bytes =
       kv_cache.numel() / num_blocks * static_cast<int64_t>(kv_cache.element_size());

@@ -1,5 +1,6 @@
 #include "cache/rotary_store_kv.h"
 
+#include "cache/cache_checks.h"
 #include "cache/rotary_store_kv_cuda.h"
 #include "common/check.h"
 #include "common/cuda_context.h"
@@ -88,9 +89,7 @@ void rotary_store_kv(const Tensor& positions, Tensor query, const Tensor& key, c
     const int64_t num_slots = params.num_blocks * params.block_size;
     for (int64_t t = 0; t < params.num_tokens; ++t) {
       check_position("rotary_store_kv", params.positions, t, params.max_position);
-      PAGEDINFER_CHECK(params.slot_mapping[t] >= -1 && params.slot_mapping[t] < num_slots,
-                       "rotary_store_kv: slot_mapping[", t, "] is ", params.slot_mapping[t],
-                       "; expected -1 (padding) or a slot below ", num_slots);
+      check_slot("rotary_store_kv", params.slot_mapping, t, num_slots);
     }
     PAGEDINFER_CPU_KERNEL(rotary_store_kv_cpu)(params);
     return;

@@ -1,5 +1,6 @@
 #include "cache/store_kv.h"
 
+#include "cache/cache_checks.h"
 #include "cache/store_kv_cuda.h"
 #include "common/check.h"
 #include "common/cuda_context.h"
@@ -48,9 +49,7 @@ void store_kv(const Tensor& key, const Tensor& value, Tensor kv_cache, const Ten
   if (is_cpu(key)) {
     const int64_t num_slots = params.num_blocks * params.block_size;
     for (int64_t t = 0; t < params.num_tokens; ++t) {
-      PAGEDINFER_CHECK(params.slot_mapping[t] >= -1 && params.slot_mapping[t] < num_slots,
-                       "store_kv: slot_mapping[", t, "] is ", params.slot_mapping[t],
-                       "; expected -1 (padding) or a slot below ", num_slots);
+      check_slot("store_kv", params.slot_mapping, t, num_slots);
     }
     PAGEDINFER_CPU_KERNEL(store_kv_cpu)(params);
     return;

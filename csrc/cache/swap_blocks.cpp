@@ -2,7 +2,7 @@
 #include <cstring>
 #include <vector>
 
-#include "cache/block_mapping.h"
+#include "cache/cache_checks.h"
 #include "cache/swap_blocks_cuda.h"
 #include "common/check.h"
 #include "common/cuda_context.h"
@@ -64,10 +64,6 @@ bool overlap(const Tensor& a, const Tensor& b) {
 void swap_blocks(const Tensor& source, Tensor destination, const Tensor& mapping) {
   const char* op = "swap_blocks";
   ArgumentChecker check(op);
-  check.shape("mapping", mapping, {"n", "2"});
-  check.dtype("mapping", mapping, ScalarType::Long);
-  check.on_cpu("mapping", mapping);
-  check.contiguous("mapping", mapping);
   bool matches = source.dim() >= 1 && destination.dim() == source.dim();
   for (int64_t i = 1; matches && i < source.dim(); ++i) {
     matches = destination.size(i) == source.size(i);
@@ -86,8 +82,7 @@ void swap_blocks(const Tensor& source, Tensor destination, const Tensor& mapping
                    device_of(destination), "; expected one of them on the CPU, or one GPU");
 
   const std::vector<BlockCopy> copies =
-      checked_mapping(op, static_cast<const int64_t*>(mapping.const_data_ptr()), check.size("n"),
-                      source.size(0), destination.size(0));
+      checked_mapping(op, mapping, source.size(0), destination.size(0));
   if (copies.empty() || source.numel() == 0) return;
   PAGEDINFER_CHECK(is_cpu(source) != is_cpu(destination) || !overlap(source, destination),
                    "swap_blocks: source and destination share memory; expected two caches "
