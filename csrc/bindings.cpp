@@ -9,9 +9,8 @@ STABLE_TORCH_LIBRARY(pagedinfer, m) {
   // ---- attention ----
   // Lengths of the two buffers that a batch of this size needs: (plan int32s, workspace float32s).
   m.def(
-      "attention_plan_sizes(Tensor query_start_loc, int num_tokens, int max_query_len, int "
-      "num_heads, "
-      "int num_kv_heads, int head_dim, int block_size) -> (int, int)");
+      "attention_plan_sizes(Tensor query_start_loc, int num_tokens, int max_query_len, "
+      "int num_heads, int num_kv_heads, int head_dim, int block_size) -> (int, int)");
   // Cuts a batch into pieces of equal work, once a step; every layer's paged_attention follows it.
   m.def(
       "attention_plan(Tensor query_start_loc, Tensor seq_lens, Tensor(a!) plan, int num_tokens, "
@@ -24,7 +23,6 @@ STABLE_TORCH_LIBRARY(pagedinfer, m) {
       "Tensor seq_lens, Tensor plan, Tensor(a!) workspace, Tensor(b!) out, int max_query_len, "
       "float scale, int sliding_window, float logit_cap, Tensor? prefix_start=None, "
       "Tensor? prefix_lens=None, Tensor(c!)? prefix_results=None) -> ()");
-
   // rotary_store_kv and paged_attention of the newest token of few sequences, in one pass.
   m.def(
       "rotary_attention(Tensor positions, Tensor query, Tensor key, Tensor value, "
@@ -81,9 +79,8 @@ STABLE_TORCH_LIBRARY(pagedinfer, m) {
   // A linear layer over few rows, with the norm before it and silu_and_mul or the residual's
   // addition after it.
   m.def(
-      "skinny_linear(Tensor input, Tensor weight, Tensor? bias, Tensor? norm_weight, float "
-      "epsilon, "
-      "bool gated, Tensor? residual, Tensor(a!) out) -> ()");
+      "skinny_linear(Tensor input, Tensor weight, Tensor? bias, Tensor? norm_weight, "
+      "float epsilon, bool gated, Tensor? residual, Tensor(a!) out) -> ()");
   // Whether half_linear is the quicker way here: on a CPU without arithmetic in weight's dtype.
   m.def("half_linear_pays(Tensor weight) -> bool");
   // out = input . weight^T + bias in a half type, summed in float32. On CPUs only.

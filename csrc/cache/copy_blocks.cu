@@ -30,8 +30,8 @@ struct CopyBlocksParams {
   void* cache;  // [num_blocks, vectors_per_block]
   int64_t vectors_per_block;
   uint32_t tiles;  // per block
-  uint16_t
-      ends[kMaxBatchCopies];  // [sequences], where each one's pairs end; they begin at the last's
+  // [sequences], where each one's pairs end; they begin at the last's.
+  uint16_t ends[kMaxBatchCopies];
   BlockPair pairs[kMaxBatchCopies];
 };
 static_assert(sizeof(CopyBlocksParams) <= 4096, "what every GPU takes as launch parameters");
@@ -45,8 +45,8 @@ __global__ void __launch_bounds__(kThreads)
   const int64_t first = tile * kTileVectors + threadIdx.x;
 
   V vectors[kPerThread], scratch[kPerThread];
-  int loaded =
-      kScratchBlock;  // the block that `vectors` are from; of several readers in a row one loads
+  // The block that `vectors` are from; of several readers in a row one loads.
+  int loaded = kScratchBlock;
   for (int i = begin; i < end; ++i) {
     const BlockPair pair = p.pairs[i];
     if (pair.source != kScratchBlock && pair.source != loaded) {

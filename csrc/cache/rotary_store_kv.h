@@ -1,10 +1,12 @@
 // rotary_store_kv: what happens to a step's query, key and value between the projection and the
 // attention, in one pass over them.
 //
-//   query[t, h, :] = rotated(normed(query[t, h, :]))               for each token t and query head
-//   h kv_cache[block, 0, h, row, :] = rotated(normed(key[t, h, :]))  for slot_mapping[t] >= 0, with
-//   kv_cache[block, 1, h, row, :] = value[t, h, :]                 block = slot / block_size,
-//                                                                  row = slot % block_size
+//   query[t, h, :] = rotated(normed(query[t, h, :]))
+//   kv_cache[block, 0, h, row, :] = rotated(normed(key[t, h, :]))
+//   kv_cache[block, 1, h, row, :] = value[t, h, :]
+//
+// for each token t and head h; the cache only where slot = slot_mapping[t] >= 0, with block =
+// slot / block_size and row = slot % block_size.
 //
 // normed(x): rms_norm.h over head_dim, where there is a weight (QK-norm); else x. rotated(x):
 // rotary_embedding.h. Both round where the ops of those names do.

@@ -1,9 +1,10 @@
 // store_kv: K and V of a step's tokens into their slots of one layer's cache.
 //
-//   for each token t with slot = slot_mapping[t] >= 0, block = slot / block_size, row = slot %
-//   block_size:
-//     kv_cache[block, 0, h, row, :] = key[t, h, :]
-//     kv_cache[block, 1, h, row, :] = value[t, h, :]
+//   kv_cache[block, 0, h, row, :] = key[t, h, :]
+//   kv_cache[block, 1, h, row, :] = value[t, h, :]
+//
+// for each token t with slot = slot_mapping[t] >= 0 and each head h, with block = slot / block_size
+// and row = slot % block_size.
 #pragma once
 
 #include <cstdint>
