@@ -19,8 +19,9 @@ namespace pagedinfer {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-// A ValueError in Python unless `condition` holds: PAGEDINFER_CHECK(n > 0, "n is ", n, "; expected
-// > 0").
+// A ValueError in Python unless `condition` holds:
+//
+//   PAGEDINFER_CHECK(n > 0, "n is ", n, "; expected > 0");
 #define PAGEDINFER_CHECK(condition, ...)              \
   do {                                                \
     if (!(condition)) {                               \
@@ -48,8 +49,8 @@ std::string device_of(const Tensor& tensor);
 //
 //   ArgumentChecker check("store_kv");
 //   check.shape("key", key, {"num_tokens", "num_kv_heads", "head_dim"});
-//   check.shape("kv_cache", kv_cache, {"num_blocks", "2", "num_kv_heads", "block_size",
-//   "head_dim"}); int64_t num_tokens = check.size("num_tokens");
+//   check.shape("slot_mapping", slot_mapping, {"num_tokens"});
+//   int64_t num_tokens = check.size("num_tokens");
 class ArgumentChecker {
  public:
   explicit ArgumentChecker(const char* op) : op_(op) {}

@@ -117,8 +117,7 @@ PAGEDINFER_SIMD FloatVector tanh(FloatVector x) {
   return magnitude < 0.6f ? small : (x < 0.0f ? -large : large);
 }
 
-// ---- rows of activations to and from float32
-// -------------------------------------------------------
+// ---- rows of activations to and from float32 ---------------------------------------------------
 
 struct Half {
   uint16_t bits;
