@@ -37,6 +37,13 @@ class RequestMetrics:
     num_cached_tokens: int = 0
     """Tokens of the prompt whose KV was found in the prefix cache."""
 
+    def note_tokens_at(self, now: float) -> None:
+        """Tokens came, at this time of the monotonic clock."""
+        if not self.first_token_ts:
+            self.first_token_ts = now
+            self.first_token_latency = now - self.queued_ts
+        self.last_token_ts = now
+
 
 @dataclass(slots=True)
 class CompletionOutput:

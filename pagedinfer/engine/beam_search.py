@@ -103,11 +103,7 @@ class BeamSearch:
             self._error = _NOT_COMPUTED
             self.stop()
             return
-        now = time.monotonic()
-        if not self.metrics.first_token_ts:
-            self.metrics.first_token_ts = now
-            self.metrics.first_token_latency = now - self.metrics.queued_ts
-        self.metrics.last_token_ts = now
+        self.metrics.note_tokens_at(time.monotonic())
         (token,) = update.new_token_ids
         beam.reports.append((token, list(zip(update.top.token_ids, update.top.logprobs, strict=True))))
         while not self.finished and all(beam.reports for beam in self._beams):

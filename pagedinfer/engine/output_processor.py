@@ -47,14 +47,6 @@ class _RequestState:
     def request_id(self) -> str:
         return self.choices[0].request.request_id
 
-    def note_tokens(self, count: int, now: float) -> None:
-        metrics = self.metrics
-        if not metrics.first_token_ts:
-            metrics.first_token_ts = now
-            metrics.first_token_latency = now - metrics.queued_ts
-        metrics.last_token_ts = now
-        metrics.num_generation_tokens += count
-
     def output(self, now: float) -> RequestOutput | None:
         """What the user gets after a step; None: nothing yet."""
         news, self.news = self.news, []
@@ -140,7 +132,8 @@ class OutputProcessor:
         for update in updates:
             state, choice = self._choices[update.request_id]
             if update.new_token_ids:
-                state.note_tokens(len(update.new_token_ids), now)
+                state.metrics.note_tokens_at(now)
+                state.metrics.num_generation_tokens += len(update.new_token_ids)
             if choice.append(update):
                 scheduler.finish_request(
                     update.request_id, RequestStatus.FINISHED_STOPPED, choice.stop_reason
