@@ -15,11 +15,10 @@ from pagedinfer.cli.engine_arguments import add_engine_arguments, engine_config
 from pagedinfer.cli.http_client import API_KEY_VARIABLE
 from pagedinfer.cli.parser import human_integer
 from pagedinfer.errors import PagedinferError
+from pagedinfer.server.parsing.choose import AUTO, NONE, REASONING_PARSERS, TOOL_CALL_PARSERS
 
 if TYPE_CHECKING:
     from pagedinfer.cli.parser import Parser
-
-_PARSERS = ("auto", "none")
 
 
 def add_arguments(parser: Parser) -> None:
@@ -39,14 +38,14 @@ def add_arguments(parser: Parser) -> None:
     add("--served-model-name", nargs="+", metavar="NAME", help="names for clients, instead of MODEL")
     add(
         "--tool-call-parser",
-        choices=[*_PARSERS, "hermes", "qwen", "llama3"],
-        default="auto",
+        choices=[AUTO, NONE, *TOOL_CALL_PARSERS],
+        default=AUTO,
         help="how the model writes tool calls (default: auto, by the chat template)",
     )
     add(
         "--reasoning-parser",
-        choices=[*_PARSERS, "think"],
-        default="auto",
+        choices=[AUTO, NONE, *REASONING_PARSERS],
+        default=AUTO,
         help="how the model writes its reasoning (default: auto, by the chat template)",
     )
     add(

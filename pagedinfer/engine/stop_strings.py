@@ -44,7 +44,7 @@ class StopStrings:
             start, self.found = stop
             self._held = ""
             return whole[shown : start + len(self.found) if self._include else start]
-        hold = 0 if self._include else self._could_begin(whole)
+        hold = 0 if self._include else could_begin(whole, self._strings)
         end = max(shown, len(whole) - hold)
         self._held = whole[end:]
         self._before = whole[max(0, end - self._longest + 1) : end]
@@ -64,10 +64,12 @@ class StopStrings:
                 first = (start + len(string), start, string)
         return None if first is None else first[1:]
 
-    def _could_begin(self, text: str) -> int:
-        """The length of the longest end of the text that is the beginning of a string."""
-        for length in range(min(self._longest - 1, len(text)), 0, -1):
-            end = text[-length:]
-            if any(len(string) > length and string.startswith(end) for string in self._strings):
-                return length
-        return 0
+
+def could_begin(text: str, marks: Sequence[str]) -> int:
+    """The length of the longest end of `text` that is the beginning of a mark, but not all of it."""
+    longest = max(map(len, marks), default=1) - 1
+    for length in range(min(longest, len(text)), 0, -1):
+        end = text[-length:]
+        if any(len(mark) > length and mark.startswith(end) for mark in marks):
+            return length
+    return 0

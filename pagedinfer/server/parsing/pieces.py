@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -74,13 +74,3 @@ class Chain:
         for piece in pieces:
             found += self._second.feed(piece.text) if isinstance(piece, Content) else [piece]
         return found
-
-
-def could_begin(text: str, marks: Sequence[str]) -> int:
-    """The length of the longest end of `text` that is the beginning of a mark, but not all of it."""
-    longest = max(map(len, marks), default=1) - 1
-    for length in range(min(longest, len(text)), 0, -1):
-        end = text[-length:]
-        if any(len(mark) > length and mark.startswith(end) for mark in marks):
-            return length
-    return 0

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from pagedinfer.server.parsing.pieces import Content, Piece, Reasoning, could_begin
+from pagedinfer.engine.stop_strings import could_begin
+from pagedinfer.server.parsing.pieces import Content, Piece, Reasoning
 
 BEGIN, END = "<think>", "</think>"
 

@@ -7,7 +7,8 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from pagedinfer.server.parsing.pieces import Call, Content, Piece, could_begin
+from pagedinfer.engine.stop_strings import could_begin
+from pagedinfer.server.parsing.pieces import Call, Content, Piece
 
 _BEGIN, _END = "<tool_call>", "</tool_call>"
 
