@@ -62,8 +62,8 @@ class Request:
             None: neither.
         needs_known_tokens: no step may begin before the host knows all tokens drawn so far: something on the
             host looks at this request's to say what may be drawn, or whether it goes on at all.
-        reports_at_end: nobody looks at its tokens before it ends. Steps report its first token, and with its
-            end all others.
+        reports_at_end: nobody looks at its tokens before it ends, or ever at their log-probabilities. Steps
+            report its first token, and with its end all others.
         stream: the number that its tokens between the first and the last go by in `StreamedTokens`, for
             callers who take them from there.
     """
@@ -90,6 +90,7 @@ class Request:
         "num_prompt_tokens",
         "num_shared_blocks",
         "num_tokens",
+        "num_told",
         "priority",
         "reports_at_end",
         "request_id",
@@ -103,7 +104,6 @@ class Request:
         "stream",
         "swap_in_step",
         "token_ids",
-        "unreported_logprobs",
         "urgency",
     )
 
@@ -147,7 +147,7 @@ class Request:
         self.token_ids: list[int] = [*prompt_token_ids, *output_token_ids]
         self.num_prompt_tokens = len(prompt_token_ids)
         self.num_tokens = len(self.token_ids)
-        self.unreported_logprobs: list[float] = []  # of the last tokens: those that no update has told of
+        self.num_told = self.num_tokens  # if it `reports_at_end`: all but those that no update has told of
         self.num_computed_tokens = 0  # how many have their KV written (by a step scheduled so far)
 
         # When to stop. A stop token counts from position min_total_tokens on.
@@ -202,9 +202,12 @@ class Request:
         self.status = RequestStatus.WAITING
 
     def take_unreported(self) -> tuple[list[int], list[float]]:
-        """The tokens that no update has told of, and their log-probabilities."""
-        logprobs, self.unreported_logprobs = self.unreported_logprobs, []
-        return self.token_ids[len(self.token_ids) - len(logprobs) :], logprobs
+        """The tokens that no update has told of, and zeros for their log-probabilities."""
+        if not self.reports_at_end:
+            return [], []
+        tokens = self.token_ids[self.num_told :]
+        self.num_told = len(self.token_ids)
+        return tokens, [0.0] * len(tokens)
 
     def check_stop(self) -> RequestStatus | None:
         """How the newest token ends the request, None if it does not; sets `stop_reason`."""

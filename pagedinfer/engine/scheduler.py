@@ -293,7 +293,6 @@ class Scheduler:
             if num_tokens >= request.max_total_tokens or token in request.stop_set:
                 status = request.check_stop()
             if request.reports_at_end:
-                request.unreported_logprobs.append(logprob)
                 if status is None and num_tokens > request.num_prompt_tokens + 1:
                     continue
                 update = RequestUpdate(request, row, *request.take_unreported())

@@ -29,6 +29,8 @@ _TOKENS_BESIDE_URGENT = 256
 # long (Llama-3-8B on an H200, 128 tokens and 255 decodes: 15 ms for 10), and its first token with it.
 _SHORT_PROMPT = 256
 
+_NO_BLOCKS: list[int] = []
+
 # Seconds that a step may wait for blocks from the CPU, rather than the request for the next step.
 _BRIEF = 1e-3
 
@@ -149,12 +151,13 @@ class StepPlanner:
         """Gives running requests `first` to `last` their next tokens, while budget and blocks last."""
         running = self.running.by_urgency
         scheduled, sampling = step.batch.requests, step.sampling
+        swapping = RequestStatus.SWAPPING_IN
         decodes_behind: int | None = None  # running requests behind this one that want a single token
         # Preemption takes requests off the end of the list, and so ends this loop early.
         for index, request in enumerate(islice(running, first, last), start=first + 1):
             if step.budget <= 0:
                 break
-            swapping_in = request.status is RequestStatus.SWAPPING_IN
+            swapping_in = request.status is swapping
             if swapping_in and not self._has_arrived(step, request):
                 continue
             start = request.num_computed_tokens
@@ -168,7 +171,9 @@ class StepPlanner:
                 request.num_computed_tokens = start + 1
                 request.num_tokens = start + 2
                 sampling.append(request)
-                scheduled.append(ScheduledRequest(request.request_id, request.slot, start, 1, True, []))
+                scheduled.append(
+                    ScheduledRequest(request.request_id, request.slot, start, 1, True, _NO_BLOCKS)
+                )
                 continue
             if num_tokens > 1:
                 if decodes_behind is None:
