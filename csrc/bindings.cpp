@@ -94,6 +94,8 @@ STABLE_TORCH_LIBRARY(pagedinfer, m) {
       "Tensor(d!) positions, Tensor(e!) slot_mapping, Tensor(f!) row_blocks) -> ()");
   // Keeps what a step drew, by slot: the next step's input.
   m.def("keep_tokens(Tensor slots, Tensor token_ids, Tensor(a!) last_tokens) -> ()");
+  // The stream waits while flag[0] is not 0, but no longer than so many microseconds.
+  m.def("hold_while(Tensor flag, int microseconds) -> ()");
 
   // ---- distributed ----
   // data = the sum over ranks that can read each other's memory; waits for theirs.
@@ -143,6 +145,7 @@ STABLE_TORCH_LIBRARY(pagedinfer, m) {
   m.impl("half_linear", TORCH_BOX(&pagedinfer::half_linear));                                   \
   m.impl("decode_inputs", TORCH_BOX(&pagedinfer::decode_inputs));                               \
   m.impl("keep_tokens", TORCH_BOX(&pagedinfer::keep_tokens));                                   \
+  m.impl("hold_while", TORCH_BOX(&pagedinfer::hold_while));                                     \
   m.impl("peer_all_reduce", TORCH_BOX(&pagedinfer::peer_all_reduce));                           \
   m.impl("peer_all_reduce_norm", TORCH_BOX(&pagedinfer::peer_all_reduce_norm));                 \
   m.impl("route_experts", TORCH_BOX(&pagedinfer::route_experts));                               \

@@ -72,6 +72,7 @@ void decode_inputs(const Tensor& packed, const Tensor& last_tokens, const Tensor
                    int64_t block_size, Tensor block_table, Tensor output_positions,
                    Tensor input_ids, Tensor positions, Tensor slot_mapping, Tensor row_blocks);
 void keep_tokens(const Tensor& slots, const Tensor& token_ids, Tensor last_tokens);
+void hold_while(const Tensor& flag, int64_t microseconds);
 
 void peer_all_reduce(Tensor data, const Tensor& memories, int64_t rank, int64_t max_bytes);
 void peer_all_reduce_norm(Tensor data, Tensor residual, const Tensor& weight, double epsilon,

@@ -936,6 +936,21 @@ def keep_tokens(slots: Tensor, token_ids: Tensor, last_tokens: Tensor) -> None:
     _ops.keep_tokens(slots, token_ids, last_tokens)
 
 
+def hold_while(flag: Tensor, microseconds: int) -> None:
+    """Holds up the stream while flag[0] is not 0, but no longer than so many microseconds.
+
+    For work on another stream, which sets the flag when it begins and clears it at its end, to go first. On
+    the CPU ops run one after another, and nothing is waited for.
+
+    Args:
+        flag: int32 [1].
+
+    Raises:
+        ValueError: another shape or dtype, or a negative time.
+    """
+    _ops.hold_while(flag, microseconds)
+
+
 # ---- distributed -----------------------------------------------------------------------------------
 
 NUMBERS_OF_PEERS = (1, 2, 4, 8)
@@ -1113,6 +1128,7 @@ def _register_fakes() -> None:
         "half_linear",
         "decode_inputs",
         "keep_tokens",
+        "hold_while",
         "peer_all_reduce",
         "peer_all_reduce_norm",
         "route_experts",

@@ -243,6 +243,12 @@ def decode_inputs(device: torch.device) -> None:
     ops.keep_tokens(packed[0], torch.tensor([5, -1, 3], device=device), by_slot[0])
 
 
+def hold_while(device: torch.device) -> None:
+    """Nothing to wait for, and something that nobody ends."""
+    for value in (0, 1):
+        ops.hold_while(torch.full((1,), value, dtype=torch.int32, device=device), 50)
+
+
 def peer_all_reduce(device: torch.device) -> None:
     """One rank, which waits for nobody: what several do needs several."""
     memory = torch.zeros(ops.peer_memory_bytes(1 << 16), dtype=torch.uint8, device=device)
@@ -288,6 +294,7 @@ CALLS: dict[str, Call] = {
     "half_linear": half_linear,
     "decode_inputs": decode_inputs,
     "keep_tokens": decode_inputs,
+    "hold_while": hold_while,
     "peer_all_reduce": peer_all_reduce,
     "peer_all_reduce_norm": peer_all_reduce,
     "route_experts": experts,
