@@ -104,6 +104,7 @@ struct HeadOfWarp {
 template <typename T, int HEAD_DIM>
 __global__ __launch_bounds__(DecodeTraits<HEAD_DIM>::kThreads, 2) void rotary_attention_kernel(
     const __grid_constant__ NewestParams p) {
+#if __CUDA_ARCH__ >= 900
   using Traits = DecodeTraits<HEAD_DIM>;
   using Rows = typename Traits::Rows;
   using Head = HeadOfWarp<T, HEAD_DIM>;
@@ -290,6 +291,7 @@ __global__ __launch_bounds__(DecodeTraits<HEAD_DIM>::kThreads, 2) void rotary_at
                  state.normalized());
   }
   cluster.sync();  // nobody ends while another reads from it
+#endif
 }
 
 template <typename T, int HEAD_DIM>
@@ -301,8 +303,11 @@ cudaError_t launch(NewestParams p, const DeviceLimits& limits, cudaStream_t stre
   if (p.stages < kMinStages || limits.compute_capability < 90) return cudaErrorNotSupported;
   const int bytes = kOthers + p.stages * Traits::kStageBytes;
   const auto kernel = rotary_attention_kernel<T, HEAD_DIM>;
-  const cudaError_t status =
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+  cudaFuncAttributes compiled;
+  cudaError_t status = cudaFuncGetAttributes(&compiled, kernel);
+  if (status != cudaSuccess) return status;
+  if (compiled.ptxVersion < 90) return cudaErrorNotSupported;
+  status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
   if (status != cudaSuccess) return status;
   const int64_t blocks = p.op.num_seqs * p.op.num_kv_heads * kCluster;
   return launch_dependent_clusters(kernel, static_cast<unsigned>(blocks), kCluster,
