@@ -10,6 +10,7 @@
 // kRows rows are under way at once, for the way to the other GPU and back. Rows too long for that
 // are left to the two kernels, few rows to peer_all_reduce_norm_few.cu.
 #include "common/dependent_launch.cuh"
+#include "common/warp.cuh"
 #include "distributed/peer_all_reduce_cuda.h"
 #include "distributed/peer_exchange.cuh"
 #include "layers/elements.cuh"
@@ -20,7 +21,6 @@ namespace pagedinfer {
 
 namespace {
 
-constexpr int kWarp = 32;
 constexpr int kWarps = 16;
 constexpr int kThreads = kWarp * kWarps;
 
@@ -33,11 +33,7 @@ __device__ __forceinline__ void sum_over_block(float (&sums)[kRows]) {
   __shared__ float partial[kRows][kWarps];
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
 #pragma unroll
-  for (int r = 0; r < kRows; ++r) {
-    for (int offset = kWarp / 2; offset > 0; offset /= 2) {
-      sums[r] += __shfl_xor_sync(0xffffffff, sums[r], offset);
-    }
-  }
+  for (int r = 0; r < kRows; ++r) sums[r] = warp_sum(sums[r]);
   __syncthreads();  // the sums before these have been read
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
@@ -45,12 +41,7 @@ __device__ __forceinline__ void sum_over_block(float (&sums)[kRows]) {
   }
   __syncthreads();
 #pragma unroll
-  for (int r = 0; r < kRows; ++r) {
-    sums[r] = partial[r][lane % kWarps];
-    for (int offset = kWarps / 2; offset > 0; offset /= 2) {
-      sums[r] += __shfl_xor_sync(0xffffffff, sums[r], offset);
-    }
-  }
+  for (int r = 0; r < kRows; ++r) sums[r] = warp_sum<kWarps>(partial[r][lane % kWarps]);
 }
 
 template <typename T, typename Exchange, int kPerThread>

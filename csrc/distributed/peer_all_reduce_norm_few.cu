@@ -10,6 +10,7 @@
 #include <cooperative_groups.h>
 
 #include "common/dependent_launch.cuh"
+#include "common/warp.cuh"
 #include "distributed/peer_all_reduce_cuda.h"
 #include "distributed/peer_exchange.cuh"
 #include "layers/elements.cuh"
@@ -19,7 +20,6 @@ namespace pagedinfer {
 
 namespace {
 
-constexpr int kWarp = 32;
 constexpr int kWarps = 4;
 constexpr int kThreads = kWarp * kWarps;
 constexpr int kMostBlocks = 8;  // of a cluster, which every device grants
@@ -65,10 +65,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
 
   __shared__ alignas(16) float sums[kMostBlocks][kWarps];
-  float sum = sum_of_squares(x);
-  for (int offset = kWarp / 2; offset > 0; offset /= 2) {
-    sum += __shfl_xor_sync(0xffffffff, sum, offset);
-  }
+  float sum = warp_sum(sum_of_squares(x));
   if (lane < blocks) *cluster.map_shared_rank(&sums[block][warp], lane) = sum;
   cluster.sync();
   sum = 0.0f;

@@ -2,8 +2,9 @@
 // every tile of route_experts, with the weight of the tile's expert.
 //
 //   expert_gate_up   for a position s of a tile of expert e, the pair x = pairs[s]
-//       gate = round(weight[e, :inner] . hidden[x / k]),  up = round(weight[e, inner:] . hidden[x /
-//       k]) out[s] = round(round(gate / (1 + exp(-gate))) * up)
+//       gate = round(weight[e, :inner] . hidden[x / k])
+//       up = round(weight[e, inner:] . hidden[x / k])
+//       out[s] = round(round(gate / (1 + exp(-gate))) * up)
 //   expert_down
 //       out[pairs[s]] = round(weight[e] . input[s])
 //

@@ -8,6 +8,7 @@
 // type; kRoutes, kSorts: which steps.
 #include "common/dependent_launch.cuh"
 #include "common/dtype.h"
+#include "common/warp.cuh"
 #include "experts/route_experts_cuda.h"
 #include "layers/elements.cuh"
 
@@ -16,10 +17,9 @@ namespace pagedinfer {
 namespace {
 
 constexpr int kThreads = 1024;
-constexpr int kWarps = kThreads / 32;
+constexpr int kWarps = kThreads / kWarp;
 constexpr int kTokensInOneBlock = 64;
 constexpr int kScoresPerLane = kMostExperts / 32;
-constexpr float kLowest = -3.4e38f;
 
 struct Best {
   float value;
@@ -41,12 +41,6 @@ __device__ __forceinline__ Best best_of_warp(Best mine) {
   return mine;
 }
 
-__device__ __forceinline__ float sum_of_warp(float x) {
-#pragma unroll
-  for (int distance = 16; distance > 0; distance /= 2) x += __shfl_xor_sync(~0u, x, distance);
-  return x;
-}
-
 template <typename T>
 __device__ void route_token(const RouteExpertsParams& p, int64_t token, int lane) {
   const T* scores = static_cast<const T*>(p.scores) + token * p.score_stride;
@@ -57,14 +51,14 @@ __device__ void route_token(const RouteExpertsParams& p, int64_t token, int lane
   for (int i = 0; i < kScoresPerLane; ++i) {
     const int expert = i * 32 + lane;
     // What is no number, or -inf, comes last, but before experts that are taken or not there.
-    values[i] = expert < num_experts ? fmaxf(to_float(scores[expert]), kLowest) : -INFINITY;
+    values[i] = expert < num_experts ? fmaxf(to_float(scores[expert]), kLowestScore) : -INFINITY;
     largest = better(largest, {values[i], expert});
   }
   largest = best_of_warp(largest);
   float sum = 0.0f;
 #pragma unroll
   for (int i = 0; i < kScoresPerLane; ++i) sum += expf(values[i] - largest.value);
-  sum = sum_of_warp(sum);
+  sum = warp_sum(sum);
 
   float weight = 0.0f, total = 0.0f;
   int expert_of_lane = 0;

@@ -18,6 +18,7 @@ namespace pagedinfer {
 
 constexpr int64_t kMostExperts = 512;  // of a layer
 constexpr int64_t kMostExpertsOfAToken = 32;
+constexpr float kLowestScore = -3.4e38f;  // what is no number, or below this, counts as this
 
 // A stretch of `pairs` that one expert has.
 struct ExpertTile {

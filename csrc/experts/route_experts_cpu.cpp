@@ -9,16 +9,15 @@ namespace CPU_ISA {
 namespace {
 
 constexpr int64_t kTokensPerTask = 16;
-constexpr float kLowest = -3.4e38f;
 
 template <typename T>
 void route_token(const RouteExpertsParams& p, int64_t token) {
   const T* scores = static_cast<const T*>(p.scores) + token * p.score_stride;
   float values[kMostExperts];
-  float largest = kLowest;
+  float largest = kLowestScore;
   for (int64_t e = 0; e < p.num_experts; ++e) {
     const float score = to_float(scores[e]);
-    values[e] = score > kLowest ? score : kLowest;  // what is no number, or -inf, comes last
+    values[e] = score > kLowestScore ? score : kLowestScore;
     largest = values[e] > largest ? values[e] : largest;
   }
   float sum = 0.0f;
