@@ -291,7 +291,7 @@ def test_choices_differ_and_are_reproducible(llm: LLM) -> None:
     assert [choice.token_ids for choice in choices] == [choices[0].token_ids] * 3
 
 
-def test_penalties_out_of_range(llm: LLM) -> None:
+def test_penalties_out_of_range() -> None:
     """sglang PR#24874."""
     for name in ("repetition_penalty", "presence_penalty", "frequency_penalty", "temperature"):
         for value in (float("nan"), float("inf"), -3.0):

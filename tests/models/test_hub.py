@@ -106,7 +106,7 @@ def test_a_path_is_taken_as_it_is(hub: FakeHub, tmp_path: Path, monkeypatch: pyt
     assert not hub.requests
 
 
-def test_a_gated_model_says_so(hub: FakeHub, cache: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gated_model_says_so(hub: FakeHub, cache: str) -> None:
     hub.gated = True
     message = r"owner/name is gated: accept its terms at http://127\.0\.0\.1:\d+/owner/name, .* HF_TOKEN"
     with pytest.raises(DownloadError, match=message):
@@ -152,7 +152,7 @@ def test_a_download_goes_on_where_it_broke_off(
     assert half - 1024 < begin <= half
 
 
-def test_nobody_answers(cache: str, hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nobody_answers(cache: str, hub: FakeHub) -> None:
     hub.close()
     message = (
         r"owner/name cannot be fetched from http://127.*Check the connection.* HF_ENDPOINT names a mirror"

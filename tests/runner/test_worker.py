@@ -60,7 +60,7 @@ def test_what_is_logged(tiny_llama: TinyModel, caplog: pytest.LogCaptureFixture)
     )
 
 
-def test_float32_products_stay_float32_whatever_the_application_chose(tiny_llama: TinyModel) -> None:
+def test_float32_products_stay_float32_whatever_the_application_chose() -> None:
     from pagedinfer.runner.model_runner import _full_float32
 
     before = torch.get_float32_matmul_precision()

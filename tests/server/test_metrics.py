@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pagedinfer.server.histogram import Histogram, ladder
-from tests.server.rig import Client, ServerThread, wait_until
+from pagedinfer.server.metrics import Metrics
+from tests.server.rig import ServerThread, wait_until
 
 GAUGES = [
     "num_requests_running",
@@ -163,8 +164,6 @@ def test_a_histogram_counts_by_inclusive_bounds(values: list[float]) -> None:
     assert histogram.total == pytest.approx(sum(values))
 
 
-def test_a_scrape_of_a_loading_server_works(echo: Client) -> None:
-    from pagedinfer.server.metrics import Metrics
-
+def test_a_scrape_of_a_loading_server_works() -> None:
     text, _ = Metrics("m").exposition("")
     assert b'pagedinfer_num_requests_running{model_name="m"} 0.0' in text
