@@ -84,7 +84,7 @@ class StepProfile:
             )
         seconds, idle = (sum(row[name] for row in table) for name in ("seconds", "idle seconds"))
         if seconds:
-            print(f"    the GPU was idle for {100 * idle / seconds:.1f} % of {seconds:.2f} s", flush=True)
+            print(f"    the device was idle for {100 * idle / seconds:.1f} % of {seconds:.2f} s", flush=True)
 
     def _wrap(self, owner: Any, method: str, part: str) -> None:
         inner: Callable[..., Any] = getattr(owner, method)

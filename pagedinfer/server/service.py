@@ -150,12 +150,14 @@ class Service:
             ApiError: too many, or nothing of the kind.
             ValueError: a malformed one.
         """
-        if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
-            given = prompt
-        elif isinstance(prompt, str | list):
-            given = [prompt]
-        else:
-            raise invalid("prompt must be a text, a list of token ids, or a list of either", param="prompt")
+        is_list = isinstance(prompt, list) and prompt and not isinstance(prompt[0], int)
+        given = prompt if is_list else [prompt]
+        for each in given:
+            if not isinstance(each, str | list):
+                raise invalid(
+                    f"prompt must be a text, a list of token ids, or a list of either, got {each!r:.40}",
+                    param="prompt",
+                )
         if not prompt:
             raise invalid("prompt is empty: it must have at least one token", param="prompt")
         if len(given) > self.settings.max_prompts:
@@ -163,8 +165,6 @@ class Service:
                 f"prompt must hold at most {self.settings.max_prompts} prompts, got {len(given)}",
                 param="prompt",
             )
-        if not all(isinstance(each, str | list) for each in given):
-            raise invalid("prompt must be a text, a list of token ids, or a list of either", param="prompt")
         length = sum(len(each) for each in given)
 
         def process() -> list[ProcessedPrompt]:

@@ -84,18 +84,21 @@ def test_several_prompts_with_several_choices(echo: Client) -> None:
     assert body["usage"]["completion_tokens"] == 16
 
 
-@pytest.mark.parametrize(
-    "prompt", ["", [""], [], [[]], ["a", ""], [[5], []], None, 5, {}, [None], ["a", 5], [[5], "a"]]
-)
+@pytest.mark.parametrize("prompt", ["", [""], [], [[]], ["a", ""], [[5], []], None, 5, {}, [None], ["a", 5]])
 def test_empty_and_malformed_prompts(server: Client, prompt: Any) -> None:
     """vllm#7283, vllm#7632."""
     answer = server.complete(prompt)
-    if prompt == [[5], "a"]:  # each of them is a prompt
-        assert answer.status == 200
-        return
     assert answer.status == 400
     assert "prompt" in answer.error["message"]
     assert server.text([5], **GREEDY)
+
+
+def test_token_ids_and_texts_in_one_list(server: Client) -> None:
+    assert len(server.complete([[5], "a"]).json["choices"]) == 2
+
+
+def test_a_prompt_of_another_type_is_named(server: Client) -> None:
+    assert server.complete(["a", 5.5]).error["message"].endswith("got 5.5")
 
 
 @pytest.mark.parametrize(
