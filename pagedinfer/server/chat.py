@@ -52,7 +52,10 @@ async def create_chat_completion(service: Service, body: ChatBody, receive: Rece
     if body.chat_template is not None:
         raise invalid("chat_template is not supported: templates are the server's", param="chat_template")
     if body.modalities not in (None, [], ["text"]):
-        raise invalid('modalities must be ["text"]: this model writes text', param="modalities")
+        raise invalid(
+            f'modalities must be ["text"], since this model writes text; got {body.modalities!r:.40}',
+            param="modalities",
+        )
     tools = ToolUse(body)
     constraint = response_constraint(body, tools)
     params = service.sampling_params(

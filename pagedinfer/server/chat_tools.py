@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -32,7 +33,7 @@ class ToolUse:
             if choice.get("type") != "function" or not isinstance(name, str):
                 raise invalid(
                     'tool_choice must be "none", "auto", "required" or a function, as '
-                    '{"type": "function", "function": {"name": "..."}}',
+                    f'{{"type": "function", "function": {{"name": "..."}}}}, got {choice!r:.80}',
                     param="tool_choice",
                 )
             if name not in names:
@@ -82,7 +83,8 @@ def check_tools(tools: list[dict[str, Any]] | None) -> list[dict[str, Any]] | No
     checked = [_check(i, tool) for i, tool in enumerate(tools or ())]
     names = [tool["function"]["name"] for tool in checked]
     if len(set(names)) < len(names):
-        raise invalid("tools must have different names", param="tools")
+        [(name, count)] = Counter(names).most_common(1)
+        raise invalid(f"tools must have different names, got {name!r} {count} times", param="tools")
     return checked or None
 
 
@@ -101,10 +103,19 @@ def _check(index: int, tool: dict[str, Any]) -> dict[str, Any]:
     name = function.get("name")
     if not isinstance(name, str) or not re.fullmatch(r"[a-zA-Z0-9_.-]{1,64}", name):
         raise invalid(
-            f"tool {index} must have a name of at most 64 letters, digits, '_', '.' and '-'", param="tools"
+            f"tool {index} must have a name of at most 64 letters, digits, '_', '.' and '-', "
+            f"got {name!r:.80}",
+            param="tools",
         )
     if not isinstance(function.get("parameters"), dict | None):
-        raise invalid(f"the parameters of tool {index} must be a JSON schema, an object", param="tools")
+        raise invalid(
+            f"the parameters of tool {index} must be a JSON schema, an object, "
+            f"got {function['parameters']!r:.40}",
+            param="tools",
+        )
     if not isinstance(function.get("description"), str | None):
-        raise invalid(f"the description of tool {index} must be a text", param="tools")
+        raise invalid(
+            f"the description of tool {index} must be a text, got {function['description']!r:.40}",
+            param="tools",
+        )
     return tool
