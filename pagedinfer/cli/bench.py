@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import math
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pagedinfer.cli.parser import human_integer
 
@@ -48,9 +49,17 @@ def add_arguments(parser: Parser) -> None:
     add("--num-warmups", type=human_integer, default=1, metavar="N", help="requests before (default: 1)")
     add("--seed", type=int, default=0, metavar="N", help="of prompts, lengths and arrivals (default: 0)")
     add("--no-ignore-eos", action="store_true", help="let requests end before their output length")
-    add("--extra-body", type=json.loads, default={}, metavar="JSON", help="more parameters of each request")
+    add("--extra-body", type=_json_object, default={}, metavar="JSON", help="more parameters of each request")
     add("--goodput", nargs="+", metavar="LIMIT", help="in ms, as ttft:200 tpot:50 e2el:5000")
     add("--save-result", metavar="FILE", help="write all figures as JSON")
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    with contextlib.suppress(ValueError):
+        value = json.loads(text)
+        if isinstance(value, dict):
+            return value
+    raise argparse.ArgumentTypeError(f"must be a JSON object, got {text!r:.80}")
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -123,6 +123,23 @@ def test_times_are_those_of_the_server() -> None:
     assert 2 * 0.35 <= seconds < 2.0  # four at once
 
 
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [("request_rate", 0.0), ("burstiness", 0.0), ("max_concurrency", 0), ("num_warmups", -1)],
+)
+def test_a_wrong_load_is_refused(flag: str, value: float) -> None:
+    workload = Workload(model="m", vocab_size=500, num_requests=1, input_len=3, output_len=1)
+    options: dict[str, Any] = {"base_url": "http://127.0.0.1:1", "endpoint": "/v1/completions", flag: value}
+    with pytest.raises(ValueError, match=f"--{flag.replace('_', '-')} must be .*, got {value}"):
+        asyncio.run(run_load(workload, **options))
+
+
+@pytest.mark.parametrize("text", ["{", "5", "[]"])
+def test_a_body_that_is_no_object_is_refused(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "serve", "--extra-body", text]) == 2
+    assert f"--extra-body: must be a JSON object, got '{text}'" in capsys.readouterr().err
+
+
 def test_requests_come_at_their_rate() -> None:
     async def run() -> float:
         async with await _serve(0.0, 1) as server:

@@ -14,6 +14,9 @@ from typing import Any
 
 from pagedinfer.cli.http_client import ServerUrl
 from pagedinfer.cli.load.workload import Workload
+from pagedinfer.parameter_checks import integer, real
+
+_MOST_REGULAR = 1e9  # burstiness: requests that come like a clock's ticks
 
 
 @dataclass(slots=True)
@@ -49,12 +52,20 @@ async def run_load(
         burstiness: shape of the gamma distribution of the gaps between them; 1: a Poisson process.
         max_concurrency: the most requests at once; None: no limit.
         num_warmups: requests that are sent and awaited before.
+
+    Raises:
+        ValueError: a parameter is out of its range; the message names its flag.
     """
+    real("--request-rate", request_rate, 0.0, math.inf, low_open=True)
+    real("--burstiness", burstiness, 0.0, _MOST_REGULAR, low_open=True)
+    if max_concurrency is not None:
+        integer("--max-concurrency", max_concurrency, 1)
+    integer("--num-warmups", num_warmups, 0)
     bodies = list(workload.bodies())
     target = _Target(base_url, endpoint, api_key)
     for body in bodies[:num_warmups]:
         await target.ask(body)
-    places = asyncio.Semaphore(max_concurrency) if max_concurrency else None
+    places = None if max_concurrency is None else asyncio.Semaphore(max_concurrency)
     rng = random.Random(workload.seed)
 
     async def ask(body: dict[str, Any]) -> Result:

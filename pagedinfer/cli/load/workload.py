@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from pagedinfer.parameter_checks import integer
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
@@ -32,6 +34,7 @@ class Workload:
                 f"--num-prompts, --random-input-len and --random-output-len must be at least 1, got "
                 f"{self.num_requests}, {self.input_len} and {self.output_len}"
             )
+        integer("--random-prefix-len", self.prefix_len, 0)
 
     def bodies(self) -> Iterator[dict[str, Any]]:
         """The bodies of the requests."""
