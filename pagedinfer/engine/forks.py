@@ -14,6 +14,10 @@ class PendingForks:
     def __len__(self) -> int:
         return sum(len(children) for children in self._children.values())
 
+    def __contains__(self, parent: Request) -> bool:
+        """Whether somebody waits for this request's KV."""
+        return parent in self._children
+
     def add(self, parent: Request, child: Request) -> None:
         child.fork_parent = parent
         self._children.setdefault(parent, []).append(child)

@@ -16,6 +16,7 @@ from pagedinfer._core import BlockPool
 from pagedinfer.engine.batch import Batch
 from pagedinfer.engine.request import Request
 from pagedinfer.engine.scheduler_config import SchedulerConfig
+from pagedinfer.engine.unsettled_blocks import UnsettledBlocks
 
 _NEVER = 1 << 62
 
@@ -33,13 +34,16 @@ class Prefix(NamedTuple):
 class KVCacheManager:
     """Hands the blocks of the device's pool and of the CPU's pool to requests."""
 
-    def __init__(self, config: SchedulerConfig) -> None:
+    def __init__(self, config: SchedulerConfig, last_step: int = 0) -> None:
+        """last_step: the last one that was scheduled, on blocks that are all free now."""
         self.block_size = config.block_size
         self.pool = BlockPool(config.num_blocks, config.block_size)
         self.cpu_pool = BlockPool(config.num_cpu_blocks, config.block_size)
         self._caching = config.enable_prefix_caching
         if self._caching and config.num_cpu_blocks:
             self.pool.set_lower_tier(self.cpu_pool)
+        self.unsettled = UnsettledBlocks(last_step) if config.urgent_lane else None
+        """Kept if there are steps that do not wait for those under way."""
         # Of the step that is being scheduled:
         self._swaps_out: list[tuple[int, int]] = []
         self._swaps_in: list[tuple[int, int]] = []
@@ -69,7 +73,7 @@ class KVCacheManager:
             # Sequences are evicted from their end; here too the end must be the first to go.
             self.cpu_pool.release([cpu_block for _, cpu_block in reversed(demotions)])
         if self._pinned:
-            self.pool.release(self._pinned)
+            self._give_back(self._pinned)
             self._pinned = []
         if self._pinned_cpu:
             self.cpu_pool.release(self._pinned_cpu)
@@ -159,11 +163,52 @@ class KVCacheManager:
 
     def release(self, request: Request) -> None:
         """Takes back everything that `request` holds. Its full blocks stay known to the prefix cache."""
-        self.pool.release(request.block_ids)
+        self._give_back(request.block_ids)
         self.cpu_pool.release(request.cpu_block_ids)
         request.block_ids = []
         request.cpu_block_ids = []
         request.capacity = request.num_shared_blocks = 0
+
+    def _give_back(self, blocks: list[int]) -> None:
+        self.pool.release(blocks)
+        if self.unsettled is not None:
+            self.unsettled.add(blocks)
+
+    def admit_settled(self, request: Request, prefix: Prefix) -> bool:
+        """Gives a waiting request that holds nothing `prefix` and room for all its tokens, as `admit`.
+
+        But only what no step under way has to do with: a step that does not wait for them may use it.
+        False, and the request holds nothing: there is not enough of that.
+        """
+        assert self.unsettled is not None
+        if prefix.cpu_blocks or self.unsettled.any_of(prefix.blocks):
+            return False
+        self._take_prefix(request, prefix)
+        fresh = self._allocate_settled(self.blocks_for(request.num_tokens) - len(prefix.blocks))
+        if fresh is None:
+            self.release(request)
+            request.num_computed_tokens = 0
+            return False
+        request.block_ids += fresh
+        request.capacity = len(request.block_ids) * self.block_size
+        return True
+
+    def _allocate_settled(self, num_blocks: int) -> list[int] | None:
+        assert self.unsettled is not None
+        unsettled = self.unsettled.all()
+        if unsettled is None:
+            return None
+        free = [block for block in unsettled if self.pool.ref_count(block) == 0]
+        if num_blocks > self.num_free - len(free):
+            return None
+        # The pool hands out those that hold nothing known first, and of the others what was given up first:
+        # of the unsettled ones, only the former are in front of settled ones.
+        in_front = sum(not self.pool.is_cached(block) for block in free)
+        found = self.pool.allocate(num_blocks + in_front)
+        settled = [block for block in found if block not in unsettled][:num_blocks]
+        self.pool.release([block for block in found if block not in settled])
+        assert len(settled) == num_blocks
+        return settled
 
     # ---- swap ----
 
@@ -185,7 +230,7 @@ class KVCacheManager:
 
     def cancel_swap_in(self, request: Request) -> None:
         """Takes the device blocks of a request back that has its KV in CPU blocks still."""
-        self.pool.release(request.block_ids)
+        self._give_back(request.block_ids)
         request.block_ids = []
         request.capacity = request.num_shared_blocks = 0
 
@@ -196,6 +241,8 @@ class KVCacheManager:
             raise ValueError(f"{len(cpu_blocks)} blocks cannot come back: {self.num_free} are free")
         blocks, copies = moved
         self._swaps_in += copies
+        if self.unsettled is not None:
+            self.unsettled.add(blocks.copy())
         return blocks
 
     # ---- forks ----
@@ -247,6 +294,8 @@ class KVCacheManager:
         last = num_tokens // self.block_size
         if first < last:
             self.pool.insert(request.block_ids, first, last, request.token_ids, request.cache_salt)
+            if self.unsettled is not None:
+                self.unsettled.add(request.block_ids[first:last])
             request.next_cacheable = (last + 1) * self.block_size
 
     def _set_cacheable(self, request: Request, num_known: int) -> None:

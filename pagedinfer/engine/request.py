@@ -7,6 +7,8 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from pagedinfer.engine.batch import AdmittedRequest
+
 if TYPE_CHECKING:
     from pagedinfer.sampling_params import SamplingParams
 
@@ -79,6 +81,7 @@ class Request:
         "eos_token_ids",
         "finished",
         "fork_parent",
+        "is_new",
         "max_total_tokens",
         "min_total_tokens",
         "needs_known_tokens",
@@ -171,6 +174,7 @@ class Request:
         self.next_cacheable = 0  # once so many tokens are computed, another full block can be cached
 
         self.urgency: tuple[int, int, int] = (0, 0, 0)  # the smaller, the more urgent; set when it is added
+        self.is_new = True  # it has never been admitted
         self.num_cached_tokens = 0  # of the prompt, found in the prefix cache when first admitted
         self.num_preemptions = 0
 
@@ -200,6 +204,21 @@ class Request:
         self.capacity = self.num_shared_blocks = self.num_computed_tokens = 0
         self.num_tokens = len(self.token_ids)
         self.status = RequestStatus.WAITING
+
+    def admitted(self, slot: int) -> AdmittedRequest:
+        """What the runner is told of it when it takes a slot."""
+        return AdmittedRequest(
+            request_id=self.request_id,
+            slot=slot,
+            token_ids=self.token_ids.copy(),
+            num_prompt_tokens=self.num_prompt_tokens,
+            block_ids=self.block_ids.copy(),
+            sampling_params=self.sampling_params,
+            seed=self.seed,
+            stop_token_ids=self.stop_set,
+            bad_word_ids=self.bad_word_ids,
+            num_logprobs=self.num_logprobs,
+        )
 
     def take_unreported(self) -> tuple[list[int], list[float]]:
         """The tokens that no update has told of, and zeros for their log-probabilities."""

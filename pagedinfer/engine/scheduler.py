@@ -32,6 +32,7 @@ from pagedinfer.engine.size_limits import max_total_tokens
 from pagedinfer.engine.stats import SchedulerCounters, SchedulerStats, collect_stats
 from pagedinfer.engine.step_planner import StepPlanner
 from pagedinfer.engine.streamed_tokens import StreamedTokens
+from pagedinfer.engine.urgent_lane import UrgentLane
 
 __all__ = ["RequestUpdate", "Scheduler", "SchedulerConfig"]
 
@@ -40,7 +41,7 @@ class Scheduler:
     """Holds all unfinished requests; `schedule` and `update` are called once a step, in this order.
 
     With overlap, step N + 1 may be scheduled before step N is updated, unless `needs_known_tokens`; updates
-    come in step order.
+    come in step order. Steps of `schedule_urgent` stand beside this order.
     """
 
     def __init__(self, config: SchedulerConfig) -> None:
@@ -56,7 +57,7 @@ class Scheduler:
     def _clear(self) -> None:
         """No requests, all blocks and slots free, nothing known."""
         config = self.config
-        self.kv = KVCacheManager(config)
+        self.kv = KVCacheManager(config, self._step)
         self.requests: dict[str, Request] = {}  # all unfinished ones
         self.running = RunningRequests(config.max_num_seqs)
         self.waiting = RequestQueue()  # swapped ones included
@@ -66,6 +67,7 @@ class Scheduler:
         self._planner = StepPlanner(
             config, self.kv, self.running, self.waiting, self.preemption, self.admission, self.counters
         )
+        self._lane = UrgentLane(self._planner, self.preemption, self.forks)
 
     # ---- requests come and go ----
 
@@ -243,10 +245,25 @@ class Scheduler:
         """
         self._start_forks()
         self._step += 1
+        if self.kv.unsettled is not None:
+            self.kv.unsettled.begin(self._step)
         step = self._planner.plan(self._step)
         if not step.batch.is_empty():
             step.batch.released_slots = self.running.take_released_slots()
             self._sampling[self._step] = step.sampling
+        return step.batch
+
+    def schedule_urgent(self) -> Batch | None:
+        """A step of the first waiting request alone, if it is urgent and can run beside those under way.
+
+        It waits for none of the steps that were scheduled before, and those that are scheduled later wait for
+        it; it may be updated at any time. None: there is no such request, or it has to take its turn.
+        """
+        step = self._lane.plan(self._step + 1) if self.config.urgent_lane else None
+        if step is None:
+            return None
+        self._step += 1
+        self._sampling[self._step] = step.sampling
         return step.batch
 
     # ---- what a step gave ----
@@ -267,6 +284,8 @@ class Scheduler:
         sampling = self._sampling.pop(batch.step, None)
         if sampling is None:
             raise ValueError(f"step {batch.step} was not scheduled, or has been updated already")
+        if not self._lane.end(batch.step) and self.kv.unsettled is not None:
+            self.kv.unsettled.end(batch.step)
         swaps_in_done = batch.step if output.swaps_in_done is None else output.swaps_in_done
         self._planner.swaps_in_done = max(self._planner.swaps_in_done, swaps_in_done)
         tokens: list[int] = output.token_ids.tolist()

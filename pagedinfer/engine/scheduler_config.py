@@ -29,6 +29,7 @@ class SchedulerConfig:
     long_prefill_token_threshold: int = 0  # the most tokens of one prompt in a step; 0: no such limit
     cascade_attention: bool = False  # the runner can read a prefix that requests share once for all of them
     watermark: float = 0.0  # share of the blocks that admission leaves free for those that run
+    urgent_lane: bool = False  # steps of urgent prompts can run beside those under way
 
     def __post_init__(self) -> None:
         for name in ("max_num_seqs", "max_num_batched_tokens", "block_size", "num_blocks", "max_model_len"):

@@ -8,7 +8,7 @@ from itertools import islice
 from typing import Literal
 
 from pagedinfer.engine.admission import AdmissionControl
-from pagedinfer.engine.batch import AdmittedRequest, Batch, ScheduledRequest
+from pagedinfer.engine.batch import Batch, ScheduledRequest
 from pagedinfer.engine.decisions import Refusal, RefusalCause, WaitingReason
 from pagedinfer.engine.kv_cache_manager import KVCacheManager, Prefix
 from pagedinfer.engine.preemption import Preemption
@@ -27,7 +27,7 @@ _TOKENS_BESIDE_URGENT = 256
 
 # An urgent prompt of so few tokens has a step to itself. Beside some hundred decodes it would take twice as
 # long (Llama-3-8B on an H200, 128 tokens and 255 decodes: 15 ms for 10), and its first token with it.
-_SHORT_PROMPT = 256
+SHORT_PROMPT = 256
 
 _NO_BLOCKS: list[int] = []
 
@@ -75,7 +75,7 @@ class StepPlanner:
         self.swaps_in_done = 0  # the last step whose swaps in, and all before, have ended
         self._refused: tuple[Request, int] | None = None  # and the admission's events by then
         self._retry_step = 0
-        self._last_alone = 0  # the last step that the less urgent sat out
+        self.last_alone = 0  # the last step that the less urgent sat out
 
     def plan(self, number: int) -> Step:
         """Step `number`. Requests that are preempted for it are not in it."""
@@ -85,7 +85,7 @@ class StepPlanner:
         if self.waiting and self.config.scheduling_policy == "priority":
             first = self._schedule_urgent(step)
         if self._is_for_urgent_alone(step, first):
-            self._last_alone = number
+            self.last_alone = number
             step.budget_beside = 0
         else:
             self._schedule_running(step, first, len(self.running))
@@ -142,9 +142,9 @@ class StepPlanner:
         return (
             step.prompt_priority is not None
             and not step.unfinished_prompts
-            and num_tokens <= _SHORT_PROMPT
+            and num_tokens <= SHORT_PROMPT
             and first < len(self.running)
-            and step.batch.step > self._last_alone + 1
+            and step.batch.step > self.last_alone + 1
         )
 
     def _schedule_running(self, step: Step, first: int, last: int) -> None:
@@ -301,7 +301,7 @@ class StepPlanner:
             return False
         reserved = _num_decodes(self.running.by_urgency, peers)  # next tokens of the less urgent
         while True:
-            prefix = self._find_prefix(request)
+            prefix = self.find_prefix(request)
             start = max(request.num_computed_tokens, len(prefix) * self.kv.block_size)
             num_tokens = self._chunk(step, request, request.num_tokens - start, reserved)
             if num_tokens == 0:
@@ -311,7 +311,7 @@ class StepPlanner:
             if any(self.kv.will_find(request, prefix, other) for other in step.unfinished_prompts):
                 return self._refuse(request, "tokens", cause="prefix")
             num_needed = self.kv.num_needed(request, prefix, start + num_tokens)
-            fits = self._will_fit(request, prefix, peers)
+            fits = self.will_fit(request, prefix, peers)
             if fits and num_needed <= self.kv.num_free and self.running.has_free_slot:
                 break
             # Whatever gives blocks back may change what the prefix cache has: look again after it.
@@ -338,14 +338,15 @@ class StepPlanner:
         self.refusal = Refusal(request.request_id, reason, num_needed, self.kv.num_free, peak, cause)
         return False
 
-    def _find_prefix(self, request: Request) -> Prefix:
+    def find_prefix(self, request: Request) -> Prefix:
+        """The known blocks with which a waiting request is to begin."""
         prefix = self.kv.find_prefix(request)
         num_behind = len(prefix.cpu_blocks)
         if num_behind and not self.preemption.costs.prefer_fetch(num_behind, num_behind * self.kv.block_size):
             prefix = Prefix(prefix.blocks, [])
         return prefix
 
-    def _will_fit(self, request: Request, prefix: Prefix, peers: int) -> bool:
+    def will_fit(self, request: Request, prefix: Prefix, peers: int) -> bool:
         """Whether there will be room for `request` as it and those `peers` that it cannot displace grow."""
         running = self.running.by_urgency
         limits = self.running.num_limit_tokens
@@ -366,9 +367,7 @@ class StepPlanner:
         """
         self.waiting.pop()
         self.preemption.leave_queue(request)
-        if request.num_preemptions == 0:
-            request.num_cached_tokens = len(prefix) * self.kv.block_size
-            self.counters.count_admission(request, len(prefix.cpu_blocks) * self.kv.block_size)
+        self.note_admission(request, prefix)
         start = max(request.num_computed_tokens, len(prefix) * self.kv.block_size)
         num_awaited = step.num_awaited_blocks + self.kv.admit(request, prefix, start + num_tokens)
         self.running.add(request)
@@ -379,24 +378,18 @@ class StepPlanner:
             request.status = RequestStatus.SWAPPING_IN
             request.swap_in_step = step.batch.step
 
+    def note_admission(self, request: Request, prefix: Prefix) -> None:
+        """A request begins with `prefix`; counted the first time."""
+        if request.is_new:
+            request.is_new = False
+            request.num_cached_tokens = len(prefix) * self.kv.block_size
+            self.counters.count_admission(request, len(prefix.cpu_blocks) * self.kv.block_size)
+
     def _start(self, step: Step, request: Request, num_tokens: int) -> None:
         """Hands a request that has a slot to the runner, with its next `num_tokens` tokens."""
         self.kv.end_swap_in(request)
         request.status = RequestStatus.RUNNING
-        step.batch.admitted.append(
-            AdmittedRequest(
-                request_id=request.request_id,
-                slot=request.slot,
-                token_ids=request.token_ids.copy(),
-                num_prompt_tokens=request.num_prompt_tokens,
-                block_ids=request.block_ids.copy(),
-                sampling_params=request.sampling_params,
-                seed=request.seed,
-                stop_token_ids=request.stop_set,
-                bad_word_ids=request.bad_word_ids,
-                num_logprobs=request.num_logprobs,
-            )
-        )
+        step.batch.admitted.append(request.admitted(request.slot))
         self._compute(step, request, num_tokens, [])
 
 

@@ -83,6 +83,7 @@ class FakeRunner:
         self.kv = [[-1] * config.block_size for _ in range(config.num_blocks)]
         self.cpu_kv = [[-1] * config.block_size for _ in range(config.num_cpu_blocks)]
         self.slots: list[FakeSlot | None] = [None] * config.max_num_seqs
+        self.urgent_slots: list[FakeSlot | None] = [None]
         self.num_computed = 0  # tokens, over all steps
         self.swap_in_steps = swap_in_steps
         self.arriving: list[tuple[int, int, int]] = []  # (step that began it, CPU block, block)
@@ -103,6 +104,14 @@ class FakeRunner:
         output = self._sample(batch)
         output.swaps_in_done = min((step - 1 for step, _, _ in self.arriving), default=batch.step)
         return FakeHandle(output)
+
+    def execute_urgent(self, batch: Batch) -> FakeHandle:
+        """On the same blocks, with slots of its own. Call it at any time before later batches execute."""
+        slots, self.slots = self.slots, self.urgent_slots
+        try:
+            return self.execute(batch)
+        finally:
+            self.slots = slots
 
     def _move(self, batch: Batch) -> None:
         for moves in (batch.swaps_out, batch.swaps_in, batch.copies):

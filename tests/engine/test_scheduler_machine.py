@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections import Counter
+from collections import Counter, deque
 from typing import Any
 
 import pytest
@@ -18,8 +18,16 @@ from tests.engine.rig import Rig
 MAX_MODEL_LEN = 24
 
 
+class Launched:
+    """A step that the runner has been given. It executes steps one after another, in its own time."""
+
+    def __init__(self, batch: Batch) -> None:
+        self.batch = batch
+        self.output: StepOutput | None = None
+
+
 class SchedulerMachine(RuleBasedStateMachine):
-    """Adds, forks, aborts, steps and resets; with up to two steps in flight."""
+    """Adds, forks, aborts, steps and resets; up to two steps in flight, and an urgent one beside them."""
 
     @initialize(
         limits=st.fixed_dictionaries(
@@ -33,6 +41,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 "preemption_mode": st.sampled_from(["auto", "swap", "recompute"]),
                 "admission_policy": st.sampled_from(["forecast", "greedy"]),
                 "long_prefill_token_threshold": st.sampled_from([0, 3]),
+                "urgent_lane": st.booleans(),
             }
         ),
         spare=st.sampled_from([0, 1, 4, 40]),
@@ -47,7 +56,10 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.scheduler.costs.swap_bytes_per_second = 1.0
             self.scheduler.costs.prefill_tokens_per_second = 1e-9
         self.overlap = overlap
-        self.in_flight: list[tuple[Batch, StepOutput]] = []
+        self.in_flight: list[Launched] = []
+        self.to_execute: deque[Launched] = deque()
+        self.urgent: Launched | None = None
+        self.num_urgent = 0
         self.num_added = 0
 
     def new_id(self) -> str:
@@ -138,7 +150,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def abort_all(self, really: bool) -> None:
         if really:
             self.scheduler.abort_all()
-            self.in_flight.clear()
+            self.forget_launched()
 
     @rule(launched=st.booleans(), really=st.sampled_from([False] * 3 + [True]))
     def step_fails(self, launched: bool, really: bool) -> None:
@@ -146,12 +158,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         if not really:
             return
         if launched and self.in_flight:
-            failed, _ = self.in_flight.pop(0)
+            failed = self.in_flight.pop(0).batch
         else:
             failed = self.scheduler.schedule()
             for earlier in self.in_flight:
-                self.rig.update(*earlier)
-        self.in_flight.clear()
+                self.update(earlier)
+        self.forget_launched()
         if failed.requests:
             before = {name: request.token_ids.copy() for name, request in self.scheduler.requests.items()}
             ids = {work.request_id for work in failed.requests}
@@ -161,6 +173,41 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert kept == {name: tokens for name, tokens in before.items() if name not in ids}
         else:
             self.scheduler.abort_all()
+
+    @rule(first=st.booleans())
+    def urgent_step(self, first: bool) -> None:
+        """Beside those in flight: before all that is left of them (`first`), or behind them."""
+        batch = self.scheduler.schedule_urgent()
+        if batch is None:
+            return
+        assert self.urgent is None
+        self.num_urgent += 1
+        if not first:
+            self.execute_all()
+        self.urgent = Launched(batch)
+        self.urgent.output = self.rig.runner.execute_urgent(batch).result()
+
+    @rule()
+    def urgent_result(self) -> None:
+        if self.urgent is not None:
+            urgent, self.urgent = self.urgent, None
+            self.update(urgent)
+
+    def execute_all(self) -> None:
+        while self.to_execute:
+            step = self.to_execute.popleft()
+            step.output = self.rig.runner.execute(step.batch).result()
+
+    def update(self, step: Launched) -> None:
+        if step.output is None:
+            self.execute_all()
+        assert step.output is not None
+        self.rig.update(step.batch, step.output)
+
+    def forget_launched(self) -> None:
+        """Nobody looks at their results any more; the runner executes them all the same."""
+        self.in_flight.clear()
+        self.urgent = None
 
     @rule(times=st.integers(1, 3))
     def steps(self, times: int) -> None:
@@ -178,9 +225,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         preempted = [request for request, count in before.items() if request.num_preemptions > count]
         self.check_batch(batch, preempted)
         if not batch.is_empty():
-            self.in_flight.append((batch, self.rig.runner.execute(batch).result()))
+            self.in_flight.append(Launched(batch))
+            self.to_execute.append(self.in_flight[-1])
         while len(self.in_flight) > self.overlap or (batch.is_empty() and self.in_flight):
-            self.rig.update(*self.in_flight.pop(0))
+            self.update(self.in_flight.pop(0))
+        if batch.is_empty():
+            self.urgent_result()
 
     # ---- what must hold ----
 
@@ -197,7 +247,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert all(request.urgency < victim.urgency for request in scheduler.running), (
                 "somebody less urgent was spared"
             )
-        assert batch.requests or not scheduler.requests or self.in_flight, (
+        assert batch.requests or not scheduler.requests or self.in_flight or self.urgent, (
             "nothing runs though somebody waits"
         )
 
@@ -239,7 +289,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         if not hasattr(self, "rig"):
             return
         for _ in range(2000):
-            if not self.scheduler.requests and not self.in_flight:
+            if not self.scheduler.requests and not self.in_flight and not self.urgent:
                 break
             self.one_step()
         self.rig.check_all_free()
@@ -259,8 +309,17 @@ def test_random_traces(first: int) -> None:
         run_trace(random.Random(seed), failures=seed % 2 * 2)
 
 
-def run_trace(draw: random.Random, failures: float = 0.0) -> None:
-    """`failures`: how many of about a hundred calls are steps that fail."""
+def test_random_traces_with_urgent_steps() -> None:
+    """Urgent requests come all the time, and take the lane whenever they may."""
+    num_urgent = 0
+    for seed in range(1000, 1120):
+        machine = run_trace(random.Random(seed), failures=seed % 3, urgent=40)
+        num_urgent += machine.num_urgent
+    assert num_urgent > 200
+
+
+def run_trace(draw: random.Random, failures: float = 0.0, urgent: float = 0.0) -> SchedulerMachine:
+    """`failures`, `urgent`: of about a hundred calls, how many are steps that fail, and urgent prompts."""
     machine = SchedulerMachine()
     limits = {
         "max_num_seqs": draw.choice([1, 2, 3, 5, 8]),
@@ -272,17 +331,35 @@ def run_trace(draw: random.Random, failures: float = 0.0) -> None:
         "preemption_mode": draw.choice(["auto", "swap", "recompute"]),
         "admission_policy": draw.choice(["forecast", "greedy", "greedy"]),
         "long_prefill_token_threshold": draw.choice([0, 0, 3]),
+        "urgent_lane": draw.random() < 0.5,
     }
+    if urgent:
+        limits |= {"urgent_lane": True, "scheduling_policy": "priority", "max_num_batched_tokens": 64}
     spare, overlap, swap_in_steps = draw.choice([0, 0, 1, 3, 8]), draw.randint(0, 2), draw.randint(0, 3)
     machine.start(limits=limits, spare=spare, overlap=overlap, swap_in_steps=swap_in_steps)
     for _ in range(draw.randint(10, 120)):
-        random_call(machine, draw, failures)
+        random_call(machine, draw, failures, urgent)
         machine.consistent()
     machine.teardown()
+    return machine
 
 
-def random_call(machine: SchedulerMachine, draw: random.Random, failures: float) -> None:
+def random_call(machine: SchedulerMachine, draw: random.Random, failures: float, urgent: float) -> None:
     which = draw.randint(0, 100)
+
+    def urgent_prompt() -> None:
+        prompt = [draw.randint(0, 1) for _ in range(draw.choice([1, 4, 8, 13]))]
+        machine.add(
+            prompt=prompt,
+            max_tokens=draw.choice([1, 5, 9]),
+            priority=-draw.randint(1, 50),
+            salt="",
+            eos=frozenset(),
+        )
+        machine.urgent_step(first=draw.random() < 0.7)
+        if draw.random() < 0.2:
+            machine.abort(len(machine.scheduler.requests) - 1, True)
+
     (call,) = draw.choices(
         [
             lambda: machine.add(
@@ -302,7 +379,10 @@ def random_call(machine: SchedulerMachine, draw: random.Random, failures: float)
             lambda: machine.reset_prefix_cache(True),
             lambda: machine.abort_all(True),
             lambda: machine.step_fails(which % 2 == 0, True),
+            lambda: machine.urgent_step(which % 3 > 0),
+            machine.urgent_result,
+            urgent_prompt,
         ],
-        [25, 52, 8, 7, 4, 2, 1, 1, 0.2, failures],
+        [25, 52, 8, 7, 4, 2, 1, 1, 0.2, failures, 15, 10, urgent],
     )
     call()
