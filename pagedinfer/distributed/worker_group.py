@@ -62,6 +62,8 @@ class WorkerGroup:
         """Bytes of each rank's part of a block."""
         self.dtype: torch.dtype = getattr(torch, ready.dtype)
         self.cascade_attention = ready.cascade_attention
+        self.urgent_lane = None
+        """The ranks have none: what they tell each other has one order."""
 
     @property
     def pids(self) -> list[int]:
@@ -154,6 +156,11 @@ class RemoteStep:
         self.number = number
         self.output: StepOutput | None = None
         """What it drew, once that has arrived."""
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether that has arrived."""
+        return self.output is not None
 
     def result(self) -> StepOutput:
         """Waits for the step's end.

@@ -114,4 +114,9 @@ class StepOutput:
 class StepHandle(Protocol):
     """A step under way. The device may still be at work; `result` waits for it."""
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether `result` would not wait."""
+        ...
+
     def result(self) -> StepOutput: ...

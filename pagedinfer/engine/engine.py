@@ -40,6 +40,8 @@ from pagedinfer.unicode_text import check_unicode
 
 logger = get_logger(__name__)
 
+_GLANCE = 1e-4  # seconds that a call waits where an urgent request may come, or an urgent step end
+
 
 class LLMEngine:
     """A model, a scheduler, and the requests between them. One thread at a time may use it.
@@ -89,6 +91,7 @@ class LLMEngine:
                 long_prefill_token_threshold=config.long_prefill_token_threshold,
                 cascade_attention=self.worker.cascade_attention and not config.disable_cascade_attn,
                 watermark=config.watermark,
+                urgent_lane=self.worker.urgent_lane is not None,
             )
         )
         self.scheduler.costs.block_bytes = self.worker.block_bytes
@@ -104,6 +107,9 @@ class LLMEngine:
             if overlap and config.scheduling_policy == "priority":  # an urgent one would find two ahead of it
                 self._timing = LaunchTiming()
         self._launched = LaunchedSteps()
+        self._urgent = LaunchedSteps()
+        """Beside those, in the worker's urgent lane; one at most."""
+        self._last_urgent_step = 0
         self._max_launched = 2 if overlap else 1
         self.advisor = Advisor(
             config,
@@ -246,8 +252,9 @@ class LLMEngine:
 
         With async_scheduling the next step has been launched before this one's results are taken in, and so
         before it is known which requests they end: what it draws for those is dropped. By default under
-        scheduling_policy="priority" it is launched just before the device is done with this one. The call
-        that waits for that moment returns nothing, so that requests which have come meanwhile can be added.
+        scheduling_policy="priority" it is launched just before the device is done with this one. A call
+        that waits for that moment, or for a step beside which a short urgent prompt could run, returns
+        nothing after a while, so that requests which have come meanwhile can be added.
 
         If it fails, the requests in it are dropped, `failed_request_ids` names them, and the engine can be
         used again: other requests, those of a step that was launched after it among them, are computed again
@@ -259,20 +266,22 @@ class LLMEngine:
         """
         self.check_open()
         try:
+            if self._launched:
+                self._launch_urgent_step()
             while self._seconds_until_launch() == 0.0 and self._launch_step():
                 pass
         except BaseException:  # of the scheduler: it is not known any more what is whose
             self._drop_all()
             raise
-        if not self._launched:
+        steps = self._urgent if self._urgent.is_ready or not self._launched else self._launched
+        if not steps:
             return []
-        seconds = self._seconds_until_launch()
-        if seconds:
+        if steps is self._launched and (seconds := self._seconds_to_wait()):
             time.sleep(seconds)
             return []
-        batch = self._launched.oldest
+        batch = steps.oldest
         try:
-            return self._finish_step(streamed)
+            return self._finish_step(steps, streamed)
         except Exception:
             self._drop_requests_of(batch)
             raise
@@ -293,6 +302,13 @@ class LLMEngine:
             return 0.0
         return self._timing.seconds_until_launch(launched.oldest, launched.oldest_started_at)
 
+    def _seconds_to_wait(self) -> float | None:
+        """How long to wait before there may be something else to do; 0, None: until the next result."""
+        seconds = self._seconds_until_launch()
+        if self.scheduler.config.urgent_lane and not self._launched.is_ready:
+            return min(seconds or _GLANCE, _GLANCE)
+        return seconds
+
     def _launch_step(self) -> bool:
         """Schedules a step and has the device begin it; False if there is nothing that can run now."""
         began_at = time.perf_counter()
@@ -310,11 +326,25 @@ class LLMEngine:
                 self._timing.observe_launch(time.perf_counter() - began_at)
         return True
 
-    def _finish_step(self, streamed: StreamedTokens | None) -> list[RequestOutput]:
-        """Takes in what the oldest launched step gives."""
-        batch, output, seconds = self._launched.take_result()
-        if self._timing is not None:
-            self._timing.observe_step(batch, seconds, self._launched.waited)
+    def _launch_urgent_step(self) -> None:
+        """Has the device begin a step of an urgent prompt beside those under way, if there is one for it."""
+        batch = self.scheduler.schedule_urgent()
+        if batch is None:
+            return
+        assert self.worker.urgent_lane is not None
+        self._last_urgent_step = batch.step
+        self._outputs.note_scheduled(self._beam_searches.note_scheduled(batch.admitted))
+        try:
+            self._urgent.append(batch, self.worker.urgent_lane.execute(batch))
+        except Exception as error:
+            self._urgent.append_failed(batch, error)
+
+    def _finish_step(self, steps: LaunchedSteps, streamed: StreamedTokens | None) -> list[RequestOutput]:
+        """Takes in what the oldest of these gives."""
+        batch, output, seconds = steps.take_result()
+        was_held_up = batch.step <= self._last_urgent_step + 1
+        if self._timing is not None and not was_held_up:
+            self._timing.observe_step(batch, seconds, steps.waited)
         self._observe_costs(batch, seconds)
         updates = self.scheduler.update(batch, output, streamed)
         self.advisor.note_step()
@@ -328,6 +358,7 @@ class LLMEngine:
             self._drop_all()
             return
         self._launched.clear()
+        self._urgent.clear()
         failed = [request.request_id for request in batch.requests]
         self.scheduler.recover(failed)
         self.failed_request_ids = self._outputs.drop(failed, self.scheduler) + self._beam_searches.drop(
@@ -336,6 +367,7 @@ class LLMEngine:
 
     def _drop_all(self) -> None:
         self._launched.clear()
+        self._urgent.clear()
         self.scheduler.abort_all()
         self.failed_request_ids = self._outputs.clear() + self._beam_searches.clear()
 
@@ -351,6 +383,7 @@ class LLMEngine:
     def abort_request(self, request_id: str) -> RequestOutput | None:
         """Ends a request and frees all it holds; its output so far, None if it is not there (any more)."""
         self._launched.note_abort(request_id)
+        self._urgent.note_abort(request_id)
         output = self._outputs.abort(request_id, self.scheduler)
         return self._beam_searches.abort(request_id) if output is None else output
 

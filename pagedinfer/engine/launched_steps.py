@@ -22,6 +22,7 @@ class _FailedLaunch:
 
     def __init__(self, error: Exception) -> None:
         self._error: Exception | None = error
+        self.is_ready = True
 
     def result(self) -> StepOutput:
         error, self._error = self._error, None
@@ -59,6 +60,11 @@ class LaunchedSteps:
     def has_failed(self) -> bool:
         """Whether the newest one could not be launched."""
         return bool(self._steps) and isinstance(self._steps[-1].handle, _FailedLaunch)
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether there is a next result that need not be waited for."""
+        return bool(self._steps) and self._steps[0].handle.is_ready
 
     @property
     def oldest(self) -> Batch:

@@ -12,6 +12,10 @@ from pagedinfer.layers import few_rows
 from pagedinfer.layers.norm import RMSNorm
 from pagedinfer.layers.rotary import RotaryEmbedding
 
+# A step of an urgent prompt waits for so many layers at most, a millisecond or less. A look takes 1 to 2 us.
+_LAYERS_BETWEEN_LOOKS = 4
+_LONGEST_HOLD = 20_000  # us; such a step takes some 6 ms of an 8B model
+
 
 @dataclass(frozen=True, slots=True)
 class AttentionBatch:
@@ -29,6 +33,8 @@ class AttentionBatch:
     """The step's plan for each sliding window that the model has; 0: no window."""
     newest_only: bool = False
     """Row i is the newest token of sequence i, of each one row, and no shared prefix is read apart."""
+    hold: Tensor | None = None
+    """int32 [1]: while it is not 0, the layers wait for a step that goes first."""
 
 
 class PlansOnDemand(dict[int, ops.AttentionPlan]):
@@ -73,6 +79,11 @@ class PagedAttention(nn.Module):
         self.sliding_window = sliding_window
         self.logit_cap = logit_cap
 
+    def give_way(self, batch: AttentionBatch) -> None:
+        """Waits while a step is under way that goes first. Every so many layers, before they begin."""
+        if batch.hold is not None and self.layer % _LAYERS_BETWEEN_LOOKS == 0:
+            ops.hold_while(batch.hold, _LONGEST_HOLD)
+
     def attend(self, query: Tensor, kv_cache: Tensor, batch: AttentionBatch) -> Tensor:
         """[num_tokens, num_heads * head_dim], over the one layer that `kv_cache` is."""
         output = ops.paged_attention(
@@ -103,6 +114,7 @@ class Attention(PagedAttention):
             kv_cache: [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]
             batch: the step.
         """
+        self.give_way(batch)
         cache = kv_cache[:, self.layer]
         ops.store_kv(key, value, cache, batch.slot_mapping)
         return self.attend(query, cache, batch)
@@ -132,6 +144,7 @@ class RotaryAttention(PagedAttention):
             rotary: has the table of angles.
             query_norm, key_norm: over head_dim, both or neither.
         """
+        self.give_way(batch)
         cache = kv_cache[:, self.layer]
         if self._takes_one_launch(query, rotary, batch):
             output = ops.rotary_attention(

@@ -19,10 +19,12 @@ class GraphRecorder:
     """Captures CUDA graphs into memory that they share, since they run one after another.
 
     What a graph leaves there must be read before another one runs.
+
+    `priority`: of the graphs' kernels, as of a CUDA stream; lower goes first.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    def __init__(self, device: torch.device, priority: int = 0) -> None:
+        self._stream = torch.cuda.Stream(device, priority)  # type: ignore[no-untyped-call]
         self._pool = torch.cuda.graph_pool_handle()
         self._has_captured = False
 

@@ -51,7 +51,8 @@ class ModelRunner:
 
     `num_known_tokens`: token ids from here on are never drawn; by default all may be. `grammars`: of
     structured outputs; None: no request may have one. `group`: the ranks that share the model; each draws
-    the same tokens from the same logits, so that none has to be told.
+    the same tokens from the same logits, so that none has to be told. `hold`: int32 [1] on the device, for
+    which its steps look out (see `AttentionBatch`). `priority`: of its graphs (see `GraphRecorder`).
     """
 
     def __init__(
@@ -69,12 +70,15 @@ class ModelRunner:
         processed_logprobs: bool = False,
         grammars: GrammarCompiler | None = None,
         group: Group = SINGLE_RANK,
+        hold: Tensor | None = None,
+        priority: int = 0,
     ) -> None:
         self._model = model
         self._config = config
         self._num_heads = config.num_heads // group.size
         self._cache = cache
         self._device = device
+        self._hold = hold
         self._inputs = InputBatch(
             max_num_seqs=max_num_seqs,
             max_model_len=max_model_len,
@@ -96,9 +100,14 @@ class ModelRunner:
         )
         recorder = None
         if device.type == "cuda" and (decode_sizes or forward_sizes):
-            recorder = GraphRecorder(device)
+            recorder = GraphRecorder(device, priority)
         self._graphs = DecodeGraphs(decode_sizes, device, group, recorder)
         self._forward_graphs = ForwardGraphs(forward_sizes, max_num_seqs, device, group, recorder)
+
+    @property
+    def cache(self) -> KVCache:
+        """Its KV cache."""
+        return self._cache
 
     @torch.inference_mode()
     def execute(self, batch: Batch) -> StepResult:
@@ -273,4 +282,5 @@ class ModelRunner:
             seq_lens=inputs.seq_lens,
             plans=PlansOnDemand(make_plan),
             newest_only=one_each and prefixes is None,
+            hold=self._hold,
         )

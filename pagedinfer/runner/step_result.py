@@ -61,6 +61,11 @@ class StepResult:
         else:
             self._packed = drawn.packed.clone()  # the step's memory may be the next step's
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether the step has ended."""
+        return self._ready is None or bool(self._ready.query())  # type: ignore[no-untyped-call]
+
     def wait(self) -> None:
         """Waits for the step's end. Unlike `result`, it may run beside the launch of another step."""
         if self._ready is not None:

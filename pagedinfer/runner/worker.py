@@ -9,7 +9,7 @@ import sys
 import time
 from contextlib import nullcontext
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -18,6 +18,7 @@ from pagedinfer.distributed.group import SINGLE_RANK, Group
 from pagedinfer.distributed.sharding import shard_heads
 from pagedinfer.engine.batch import Batch
 from pagedinfer.engine.grammars import GrammarCompiler
+from pagedinfer.engine.step_planner import SHORT_PROMPT
 from pagedinfer.engine.tokenizer import load_tokenizer
 from pagedinfer.errors import OutOfMemoryError
 from pagedinfer.logging import get_logger
@@ -44,6 +45,7 @@ from pagedinfer.runner.model_runner import ModelRunner
 from pagedinfer.runner.profile import GpuMemoryMeter, largest_batch
 from pagedinfer.runner.start_turn import turn_to_start
 from pagedinfer.runner.step_result import StepResult
+from pagedinfer.runner.urgent_lane import UrgentLane
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -112,6 +114,9 @@ class Worker:
             dtype=self.dtype,
         )
         self._model = self._load()
+        self._hold: torch.Tensor | None = None
+        if self._wants_lane:
+            self._hold = torch.zeros(1, dtype=torch.int32, device=self.device)
         size = self._size_cache()
         num_cpu_blocks = self._swap_space() // self._shape.block_bytes
         self.num_blocks, self.max_model_len, self.num_cpu_blocks = group.least(
@@ -119,6 +124,10 @@ class Worker:
         )
         self._runner = self._make_runner(self.num_blocks, self.num_cpu_blocks, self.max_model_len)
         self._capture_graphs()
+        self.urgent_lane: UrgentLane | None = None
+        """For steps of urgent prompts beside the others; None: there is none."""
+        if self._hold is not None:
+            self.urgent_lane = self._make_lane(self._runner, self.max_model_len, self._hold)
         num_kv_tokens = self.num_blocks * config.block_size
         logger.info(
             "KV cache: %s tokens (%s blocks, %s); %.1f requests of %s tokens at once",
@@ -157,8 +166,10 @@ class Worker:
         if self._meter is not None:
             torch.cuda.synchronize(self.device)
             self._log_peak(self._meter)
+        if self.urgent_lane is not None:
+            self.urgent_lane.close()
         self._runner.close()
-        del self._runner, self._model
+        del self._runner, self.urgent_lane, self._model
         gc.collect()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -226,6 +237,18 @@ class Worker:
             return False
         return True
 
+    @property
+    def _wants_lane(self) -> bool:
+        """Whether urgent requests get a lane: by default, where one stream can pass another."""
+        config = self._config
+        return (
+            config.scheduling_policy == "priority"
+            and config.async_scheduling is None
+            and config.trace is None  # which has one order of steps
+            and self._group.size == 1
+            and self._has_graphs
+        )
+
     def _decode_sizes(self) -> list[int]:
         """The sizes that steps of decodes are padded to; none: no CUDA graphs."""
         return decode_sizes(self.max_num_seqs) if self._has_graphs else []
@@ -253,20 +276,37 @@ class Worker:
 
     def _make_runner(self, num_blocks: int, num_cpu_blocks: int, max_model_len: int) -> ModelRunner:
         cache = KVCache(self._shape, num_blocks=num_blocks, num_cpu_blocks=num_cpu_blocks, device=self.device)
+        return self._make_runner_on(
+            cache,
+            max_num_seqs=self.max_num_seqs,
+            max_model_len=max_model_len,
+            decode_sizes=self._decode_sizes(),
+            forward_sizes=self._forward_sizes(),
+            hold=self._hold,
+        )
+
+    def _make_runner_on(self, cache: KVCache, **options: Any) -> ModelRunner:
         return ModelRunner(
             self._model,
             self._model_config,
             cache,
-            max_num_seqs=self.max_num_seqs,
-            max_model_len=max_model_len,
             num_known_tokens=self._num_known_tokens,
             processed_logprobs=self._config.logprobs_mode == "processed_logprobs",
             grammars=self._grammars,
             device=self.device,
-            decode_sizes=self._decode_sizes(),
-            forward_sizes=self._forward_sizes(),
             group=self._group,
+            **options,
         )
+
+    def _make_lane(self, runner: ModelRunner, max_model_len: int, hold: torch.Tensor) -> UrgentLane:
+        """An urgent lane on the cache of a runner, with all its graphs."""
+        sizes = forward_sizes(min(SHORT_PROMPT, self.max_num_batched_tokens)) if self._has_graphs else []
+        own = self._make_runner_on(
+            runner.cache, max_num_seqs=1, max_model_len=max_model_len, forward_sizes=sizes, priority=-1
+        )
+        lane = UrgentLane(own, runner.cache, hold)
+        lane.capture_graphs(sizes)
+        return lane
 
     def _size_cache(self) -> KVCacheSize:
         config = self._config
@@ -322,7 +362,7 @@ class Worker:
         step = meter.peak_reserved() - weights
         # The rows of the block table that a step gathers, which the profile run has short.
         step += 4 * self.max_num_seqs * -(-max_model_len // config.block_size)
-        graphs = self._graph_bytes(runner, meter)
+        graphs = self._graph_bytes(runner, meter) + self._lane_bytes(runner, max_model_len, meter)
         outside = meter.outside_torch()
         runner.close()
         del runner
@@ -360,6 +400,18 @@ class Worker:
         runner.capture_graphs(few)
         each = max(_LEAST_GRAPH_BYTES, (meter.outside_torch() - outside) // max(1, len(few)))
         return shared + each * (len(sizes) + len(others) - len(few))
+
+    def _lane_bytes(self, runner: ModelRunner, max_model_len: int, meter: GpuMemoryMeter) -> int:
+        """What the urgent lane will take of torch's allocator and of the driver, measured on one."""
+        if self._hold is None:
+            return 0
+        meter.reset_peak()
+        before = meter.held() + meter.outside_torch()
+        lane = self._make_lane(runner, max_model_len, self._hold)
+        meter.reset_peak()
+        after = meter.held() + meter.outside_torch()
+        lane.close()
+        return max(0, after - before)
 
     def _swap_space(self) -> int:
         """Bytes of CPU memory to swap to: this rank's share of what the ranks of a machine have together."""
