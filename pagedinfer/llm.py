@@ -95,7 +95,8 @@ class LLM:
         async_scheduling: schedule and launch a step while the device computes the one before, so that it
             never waits for the host. By default on with a GPU; a CPU computes in the thread that schedules,
             and would gain nothing. By default the launch is just in time under scheduling_policy="priority":
-            earlier, an urgent request would find one more step in front of it. The outputs are the same.
+            earlier, an urgent request would find one more step in front of it; and on one GPU a short urgent
+            prompt is computed ahead of the step under way. The outputs are the same.
         trace: a file to write down each step's schedule in, with what decided it; `pagedinfer explain` and
             `pagedinfer replay` read it, and https://ui.perfetto.dev shows it. A name in .gz is compressed.
         max_logprobs: the most log-probabilities that a request may ask for at a position; -1: no limit.
