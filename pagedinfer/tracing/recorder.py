@@ -122,6 +122,10 @@ class TracingScheduler(Scheduler):
             self._open_steps[batch.step] = (started, record)
         return batch
 
+    def schedule_urgent(self) -> Batch | None:
+        """None: a trace has one order of steps, which a replay can follow."""
+        return None
+
     def update(
         self, batch: Batch, output: StepOutput, streamed: StreamedTokens | None = None
     ) -> list[RequestUpdate]:
