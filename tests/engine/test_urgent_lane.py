@@ -101,6 +101,15 @@ def run(engine: LLMEngine) -> dict[str, RequestOutput]:
     return outputs
 
 
+def run_steps(engine: LLMEngine, count: int) -> dict[str, RequestOutput]:
+    """Until so many more have been launched; with a GPU a call may do nothing but wait."""
+    outputs: dict[str, RequestOutput] = {}
+    last = engine.scheduler.counters.num_steps + count
+    while engine.scheduler.counters.num_steps < last and engine.has_unfinished_requests():
+        outputs |= {output.request_id: output for output in engine.step()}
+    return outputs
+
+
 def tokens(output: RequestOutput) -> list[list[int]]:
     return [list(choice.token_ids) for choice in output.outputs]
 
@@ -131,7 +140,7 @@ def test_one_token_displaces_nobody(engine: LLMEngine, monkeypatch: pytest.Monke
         [prompt] = random_prompts((9,), seed=i)
         params = SamplingParams(temperature=0.0, max_tokens=1)
         engine.add_request(f"urgent {i}", {"prompt_token_ids": prompt}, params, priority=0)
-        engine.step()
+        run_steps(engine, 2)
     run(engine)
     assert len(urgent) >= 2
     assert engine.scheduler.counters.num_preemptions - num_preemptions <= 5 - len(urgent)
@@ -166,8 +175,7 @@ def test_the_outputs_are_the_same(
     saturate(engine)
     for i, prompt in enumerate(prompts):
         engine.add_request(str(i), {"prompt_token_ids": prompt}, params[i], priority=draw.choice([-1, 0, 2]))
-        for _ in range(draw.randint(1, 4)):
-            found |= {output.request_id: output for output in engine.step()}
+        found |= run_steps(engine, draw.randint(1, 4))
         if draw.random() < 0.15 and str(i) not in found and engine.abort_request(str(i)) is not None:
             aborted.add(str(i))
     found |= run(engine)
@@ -192,8 +200,7 @@ def test_what_it_is_not_for(engine: LLMEngine, monkeypatch: pytest.MonkeyPatch) 
     }
     for name, (prompt, params, priority) in requests.items():
         engine.add_request(name, {"prompt_token_ids": prompt}, params, priority)
-        for _ in range(3):
-            engine.step()
+        run_steps(engine, 3)
     run(engine)
     assert urgent == []
 
