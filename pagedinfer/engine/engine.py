@@ -383,7 +383,6 @@ class LLMEngine:
     def abort_request(self, request_id: str) -> RequestOutput | None:
         """Ends a request and frees all it holds; its output so far, None if it is not there (any more)."""
         self._launched.note_abort(request_id)
-        self._urgent.note_abort(request_id)
         output = self._outputs.abort(request_id, self.scheduler)
         return self._beam_searches.abort(request_id) if output is None else output
 
