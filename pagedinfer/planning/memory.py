@@ -46,12 +46,11 @@ def step_bytes(
     before = allocator.reserved
     for num_bytes in (_CUBLAS_BYTES, tables, seqs * config.vocab_size * _COUNT_BYTES):
         allocator.allocate(num_bytes)
-    hidden = _run_model(allocator, values, tokens, 0, is_decode=False)
+    _run_model(allocator, values, tokens, 0, is_decode=False)
     sampled = allocator.allocate(rows * values.hidden)
     allocator.allocate(rows * values.logits)
     allocator.free(sampled)
     allocator.allocate(rows * config.vocab_size * _LOGIT_BYTES)
-    allocator.free(hidden)
     return allocator.reserved - before + tables  # once more: a step gathers its rows
 
 
@@ -106,7 +105,7 @@ class _Values:
 def _run_model(
     allocator: CachingAllocator, values: _Values, tokens: int, table_bytes: int, *, is_decode: bool
 ) -> Block:
-    """What the model's part of a step allocates, in its order, but for the hidden states that it returns."""
+    """The model's part of a step: takes and frees in its order; gives the hidden states, not freed."""
 
     def take(bytes_a_token: int) -> Block:
         return allocator.allocate(tokens * bytes_a_token)
