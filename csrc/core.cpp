@@ -3,6 +3,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <string>
 #include <vector>
@@ -66,13 +67,15 @@ int32_t int_attribute(PyObject* object, PyObject* name) {
   return value.cast<int32_t>();
 }
 
-// Writes slots, starts and new blocks (-1: none) of ScheduledRequests into rows 0 to 2 of `packed`.
-// False, with `packed` undefined: one of them has more tokens than one, or more new blocks.
-bool pack_decodes(const py::list& requests, py::array_t<int32_t, py::array::c_style> packed) {
-  static PyObject* const slot = PyUnicode_InternFromString("slot");
-  static PyObject* const start = PyUnicode_InternFromString("start");
-  static PyObject* const num_tokens = PyUnicode_InternFromString("num_tokens");
-  static PyObject* const new_block_ids = PyUnicode_InternFromString("new_block_ids");
+using Int32s = py::array_t<int32_t, py::array::c_style>;
+
+// See _core.pyi.
+bool pack_decodes(const py::list& requests, Int32s packed, const Int32s& num_known_tokens,
+                  Int32s num_blocks, int32_t block_size) {
+  static PyObject* const slot_name = PyUnicode_InternFromString("slot");
+  static PyObject* const start_name = PyUnicode_InternFromString("start");
+  static PyObject* const num_tokens_name = PyUnicode_InternFromString("num_tokens");
+  static PyObject* const new_block_ids_name = PyUnicode_InternFromString("new_block_ids");
   const auto count = static_cast<py::ssize_t>(requests.size());
   auto rows = packed.mutable_unchecked<2>();
   if (rows.shape(0) != 3 || rows.shape(1) != count) {
@@ -80,16 +83,32 @@ bool pack_decodes(const py::list& requests, py::array_t<int32_t, py::array::c_st
                           std::to_string(rows.shape(0)) + ", " + std::to_string(rows.shape(1)) +
                           "]");
   }
+  const auto known = num_known_tokens.unchecked<1>();
+  auto blocks = num_blocks.mutable_unchecked<1>();
+  const py::ssize_t num_slots = std::min(known.shape(0), blocks.shape(0));
   for (py::ssize_t i = 0; i < count; ++i) {
     PyObject* const request = PyList_GET_ITEM(requests.ptr(), i);
-    if (int_attribute(request, num_tokens) != 1) return false;
-    const auto blocks = py::reinterpret_steal<py::object>(PyObject_GetAttr(request, new_block_ids));
-    if (!blocks) throw py::error_already_set();
-    const auto list = blocks.cast<py::list>();
-    if (list.size() > 1) return false;
-    rows(0, i) = int_attribute(request, slot);
-    rows(1, i) = int_attribute(request, start);
-    rows(2, i) = list.empty() ? -1 : list[0].cast<int32_t>();
+    if (int_attribute(request, num_tokens_name) != 1) return false;
+    const int32_t slot = int_attribute(request, slot_name);
+    const int32_t start = int_attribute(request, start_name);
+    if (slot < 0 || slot >= num_slots) {
+      throw py::value_error("slot " + std::to_string(slot) + " is none of " +
+                            std::to_string(num_slots));
+    }
+    if (start < known(slot)) return false;
+    const auto new_blocks =
+        py::reinterpret_steal<py::object>(PyObject_GetAttr(request, new_block_ids_name));
+    if (!new_blocks) throw py::error_already_set();
+    const auto list = new_blocks.cast<py::list>();
+    rows(0, i) = slot;
+    rows(1, i) = start + 1;
+    rows(2, i) = -1;
+    if (list.empty()) continue;
+    if (list.size() > 1 || blocks(slot) != start / block_size) return false;
+    rows(2, i) = list[0].cast<int32_t>();
+  }
+  for (py::ssize_t i = 0; i < count; ++i) {
+    if (rows(2, i) >= 0) ++blocks(rows(0, i));
   }
   return true;
 }
@@ -101,7 +120,8 @@ PYBIND11_MODULE(_core, m) {
   using pagedinfer::BlockPool;
   m.doc() = "Host-side hot paths of pagedinfer.";
   m.def("pack_decodes", &pagedinfer::pack_decodes, py::arg("requests"),
-        py::arg("packed").noconvert());
+        py::arg("packed").noconvert(), py::arg("num_known_tokens").noconvert(),
+        py::arg("num_blocks").noconvert(), py::arg("block_size"));
 
   py::class_<BlockPool>(m, "BlockPool")
       .def(py::init<int32_t, int32_t, int>(), py::arg("num_blocks"), py::arg("block_size"),

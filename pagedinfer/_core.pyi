@@ -5,15 +5,24 @@ import numpy.typing as npt
 
 from pagedinfer.engine.batch import ScheduledRequest
 
-def pack_decodes(requests: list[ScheduledRequest], packed: npt.NDArray[np.int32]) -> bool:
-    """Writes the slots, the starts and the new blocks (-1: none) of `requests` into the rows of `packed`.
+def pack_decodes(
+    requests: list[ScheduledRequest],
+    packed: npt.NDArray[np.int32],
+    num_known_tokens: npt.NDArray[np.int32],
+    num_blocks: npt.NDArray[np.int32],
+    block_size: int,
+) -> bool:
+    """Writes the slots of `requests`, their lengths with this step's token, and their new blocks (-1: none).
 
-    False, and `packed` is of no use, if one of them computes more than one token or has more than one new
-    block.
+    False, nothing else has changed, and `packed` is of no use, if one of them computes something else than a
+    token that it drew, or has more new blocks than one, or one that this token does not need.
 
     Args:
         requests: N of them.
-        packed: [3, N], contiguous.
+        packed: [3, N], contiguous, written.
+        num_known_tokens, num_blocks: [slots]; the tokens that were not drawn here, and the blocks of each
+            slot, which grow by the new ones.
+        block_size: tokens of a block.
     """
 
 class BlockPool:

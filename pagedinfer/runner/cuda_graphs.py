@@ -97,7 +97,7 @@ class DecodeGraphs:
         """
         num_rows = packed.shape[1]
         size = self.sizes[bisect_left(self.sizes, num_rows)]
-        key = (size, replace(variant, with_prefixes=prefixes is not None))
+        key = (size, variant if prefixes is None else replace(variant, with_prefixes=True))
         if self._recorder is not None and key not in self._graphs:
             self._make_room(variant)
             self._capture(*key, compute, self._recorder)

@@ -252,18 +252,9 @@ class InputBatch:
         if not requests or batch.admitted or self._new_blocks or self._new_prompts:
             return None
         packed = np.empty((3, len(requests)), np.int32)
-        if not pack_decodes(requests, packed):
+        known, blocks = self._num_known_tokens, self._num_blocks
+        if not pack_decodes(requests, packed, known, blocks, self._block_size):
             return None
-        slots, starts, blocks = packed
-        if (starts < self._num_known_tokens[slots]).any():
-            return None  # the last token of a prompt
-        growing = np.flatnonzero(blocks >= 0)
-        if growing.size:
-            grown_slots = slots[growing]
-            if (self._num_blocks[grown_slots] != starts[growing] // self._block_size).any():
-                return None  # a block before it was needed
-            self._num_blocks[grown_slots] += 1
-        starts += 1  # now lengths
         return packed
 
     def unpack_decodes(self, packed: Tensor) -> tuple[ModelInputs, DrawInputs]:

@@ -240,12 +240,16 @@ def test_what_is_not_a_step_of_decodes_alone() -> None:
     assert pack(inputs, decode, decode_of(0, 8, 5)) is not None  # none of these has changed anything
 
 
-def test_rows_of_another_shape_are_refused() -> None:
+def test_arrays_that_do_not_fit_are_refused() -> None:
+    by_slot = np.zeros((2, 4), np.int32)
     for shape in ((3, 2), (2, 1)):
         with pytest.raises(ValueError, match=rf"must be \[3, 1\], got \[{shape[0]}, {shape[1]}\]"):
-            pack_decodes([decode_of(0, 3)], np.zeros(shape, np.int32))
+            pack_decodes([decode_of(0, 3)], np.zeros(shape, np.int32), *by_slot, 8)
     with pytest.raises(TypeError):
-        pack_decodes([decode_of(0, 3)], np.zeros((3, 1), np.int64))  # type: ignore[arg-type]
+        pack_decodes([decode_of(0, 3)], np.zeros((3, 1), np.int64), *by_slot, 8)  # type: ignore[arg-type]
+    for slot in (-1, 4):
+        with pytest.raises(ValueError, match=f"slot {slot} is none of 4"):
+            pack_decodes([decode_of(slot, 3)], np.zeros((3, 1), np.int32), *by_slot, 8)
 
 
 def test_a_token_that_could_not_be_sampled_is_some_token_to_the_next_step(device: torch.device) -> None:
