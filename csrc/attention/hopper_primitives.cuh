@@ -60,6 +60,21 @@ __device__ __forceinline__ void wait_barrier(uint32_t barrier, uint32_t parity) 
   } while (!done);
 }
 
+// Whether it is complete, without a wait.
+__device__ __forceinline__ bool test_barrier(uint32_t barrier, uint32_t parity) {
+  uint32_t done;
+  asm volatile(
+      "{\n"
+      ".reg .pred p;\n"
+      "mbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\n"
+      "selp.u32 %0, 1, 0, p;\n"
+      "}"
+      : "=r"(done)
+      : "r"(barrier), "r"(parity)
+      : "memory");
+  return done;
+}
+
 // What this thread wrote to shared memory is seen by wgmma and the copy engine after the next
 // barrier.
 __device__ __forceinline__ void fence_shared_for_async() {
@@ -188,6 +203,11 @@ template <typename T, int N>
 __device__ __forceinline__ void multiply_rows(float (&c)[N / 2], uint64_t a, uint64_t b,
                                               bool accumulate);
 
+// The same with a in registers, laid out as for multiply_columns.
+template <typename T, int N>
+__device__ __forceinline__ void multiply_rows(float (&c)[N / 2], const uint32_t (&a)[4], uint64_t b,
+                                              bool accumulate);
+
 // c [64 x N] += a [64 x 16] b, b [16 x N]: 16 rows of a tile in shared memory. a lies in registers:
 // of a matrix laid out as c above, columns 16 i .. 16 i + 15 are the pairs c[8 i + 2 k], c[8 i + 2
 // k + 1], k = 0 .. 3.
@@ -212,6 +232,22 @@ PAGEDINFER_MULTIPLY_ROWS(__nv_bfloat16, "bf16", 128, 64, "65", "66")
 PAGEDINFER_MULTIPLY_ROWS(__half, "f16", 64, 32, "33", "34")
 PAGEDINFER_MULTIPLY_ROWS(__half, "f16", 128, 64, "65", "66")
 
+#define PAGEDINFER_MULTIPLY_HELD_ROWS(T, NAME, N, COUNT, A1, A2, A3, B, FLAG)                     \
+  template <>                                                                                     \
+  __device__ __forceinline__ void multiply_rows<T, N>(float (&c)[N / 2], const uint32_t (&a)[4],  \
+                                                      uint64_t b, bool accumulate) {              \
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" FLAG                                        \
+                 ", 0;\n"                                                                         \
+                 "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." NAME "." NAME                  \
+                 " {" PAGEDINFER_NAMES_##COUNT "}, {%" #COUNT ", %" A1 ", %" A2 ", %" A3 "}, %" B \
+                                               ", p, 1, 1, 0;\n}"                                 \
+                 : PAGEDINFER_REGISTERS_##COUNT(c)                                                \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b),                            \
+                   "r"(static_cast<int>(accumulate)));                                            \
+  }
+PAGEDINFER_MULTIPLY_HELD_ROWS(__nv_bfloat16, "bf16", 128, 64, "65", "66", "67", "68", "69")
+PAGEDINFER_MULTIPLY_HELD_ROWS(__half, "f16", 128, 64, "65", "66", "67", "68", "69")
+
 #define PAGEDINFER_MULTIPLY_COLUMNS(T, NAME, N, COUNT, A1, A2, A3, B)                          \
   template <>                                                                                  \
   __device__ __forceinline__ void multiply_columns<T, N>(float (&c)[N / 2],                    \
@@ -232,6 +268,7 @@ PAGEDINFER_MULTIPLY_COLUMNS(__half, "f16", 128, 64, "65", "66", "67", "68")
 PAGEDINFER_MULTIPLY_COLUMNS(__half, "f16", 256, 128, "129", "130", "131", "132")
 
 #undef PAGEDINFER_MULTIPLY_ROWS
+#undef PAGEDINFER_MULTIPLY_HELD_ROWS
 #undef PAGEDINFER_MULTIPLY_COLUMNS
 #undef PAGEDINFER_NAMES_32
 #undef PAGEDINFER_NAMES_64

@@ -20,8 +20,8 @@ constexpr unsigned kWarpMask = ~0u;  // all lanes of a warp
 // The factor is made positive, so that the largest score has the largest weight; then a negative
 // scale turns the scores round.
 struct ScoreScale {
-  float factor;
-  float inner;  // scale / cap with a cap; -1: turn the score round; 1: leave it
+  float factor, inverse;  // inverse: 1 / factor
+  float inner;            // scale / cap with a cap; -1: turn the score round; 1: leave it
   bool capped, negated;
 
   ScoreScale(float scale, float cap) {
@@ -31,6 +31,7 @@ struct ScoreScale {
     inner = capped ? scale / cap : negated ? -1.0f : 1.0f;
     // Not 0: a masked score is -inf, and -inf * 0 is NaN.
     factor = std::fmax((capped ? cap : std::fabs(scale)) * kLog2E, FLT_MIN);
+    inverse = 1.0f / factor;
   }
 };
 

@@ -2,8 +2,8 @@
 // 256), tiled along the rows, on tensor cores through wgmma (sm_90a).
 //
 //   for Q [128 x D] a tile of packed rows, over tiles of N keys, the last first:
-//     S = Q K^T;  m' = max(m, rowmax S);  P = 2^(S - m');  l = l 2^(m - m') + rowsum P
-//     O = O 2^(m - m') + P V
+//     S = Q K^T;  m' = m, or rowmax S if that is far above;  P = 2^(S - m')
+//     l = l 2^(m - m') + rowsum P;  O = O 2^(m - m') + P V                (softmax_rows.cuh)
 //   out = O / l
 //   (FlashAttention, Dao et al. 2022; the pipeline: FlashAttention-3, Shah et al. 2024)
 //
@@ -19,16 +19,16 @@
 // the long and of the short ones.
 //
 // A block is three warpgroups. The first fetches (prefill_wgmma_fetch.cuh): a warp K and a warp V,
-// a page at a time, with the copy engine; the others Q. The other two compute
-// (prefill_wgmma_compute.cuh), 64 rows each. They meet at barriers in shared memory only
-// (prefill_wgmma_roles.cuh), and all run on over the ends of items: Q and K of the next item are
-// there, and multiplied, before the output of the last one is written.
+// a page at a time, with the copy engine; the others Q, at a head_dim of 256. The other two compute
+// (prefill_wgmma_compute.cuh), 64 rows each, with Q in registers where it fits. They meet at
+// barriers in shared memory only (prefill_wgmma_roles.cuh), and all run on over the ends of items:
+// Q and K of the next item are there, and multiplied, before the output of the last one is written.
 //
 // Beside decode work only the first blocks of the plan's prefill_blocks stay; the decode kernel,
 // which is launched right after, starts on the other multiprocessors.
 //
-// Shared memory: stages of Q, of K and of V; barriers, one pair (full, empty) for each stage; the
-// records of the items at hand.
+// Shared memory: stages of Q, if any, of K and of V; barriers, one pair (full, empty) for each
+// stage.
 //
 // Template: T, the element type; HEAD_DIM.
 //
@@ -56,7 +56,6 @@ __global__ __launch_bounds__(kThreads, 1) void prefill_wgmma_kernel(
     [[maybe_unused]] const __grid_constant__ CUtensorMap pages) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   extern __shared__ __align__(kPanelAlignment) char shared_memory[];
-  __shared__ ItemRecord records[kRecords];
   const SharedPlaces<HEAD_DIM> shared(shared_memory);
   const PlanView plan(p);
   if (threadIdx.x == 0) {
@@ -77,11 +76,11 @@ __global__ __launch_bounds__(kThreads, 1) void prefill_wgmma_kernel(
     } else if (warp == kValueWarp) {
       fetch_all_pages<T, HEAD_DIM, true>(p, &pages, plan, shared);
     } else {
-      QueryFetcher<T, HEAD_DIM>(p, warp - kFirstQueryWarp).fetch_all(plan, shared, records);
+      QueryFetcher<T, HEAD_DIM>(p, warp - kFirstQueryWarp).fetch_all(plan, shared);
     }
   } else {
     take_registers<kConsumerRegisters>();
-    compute_all<T, HEAD_DIM>(p, shared, records);
+    compute_all<T, HEAD_DIM>(p, plan, shared);
   }
 #endif
 }

@@ -1,5 +1,6 @@
 // The warps of the wgmma prefill kernel that fetch: one K, one V, through the copy engine, a page
-// in one box; two Q, 16 bytes a lane, so that any strides will do.
+// in one box; two Q, 16 bytes a lane, so that any strides will do, where it is not loaded by the
+// roles that compute.
 #pragma once
 
 #include <cuda.h>
@@ -163,8 +164,8 @@ __device__ __forceinline__ void fetch_all_pages(const KernelParams& p, const CUt
   }
 }
 
-// One of kQueryWarps warps: its rows of Q of all the block's items, and their records. Of tiles
-// that see no key it writes the output, zeros, and nobody else hears of them.
+// One of kQueryWarps warps: its rows of Q of all the block's items. Of tiles that see no key it
+// writes the output, zeros; the others pass over them.
 template <typename T, int HEAD_DIM>
 struct QueryFetcher {
   static constexpr int kChunks = HEAD_DIM / 8;
@@ -207,31 +208,21 @@ struct QueryFetcher {
   }
 
   __device__ __forceinline__ void fetch_all(const PlanView& plan,
-                                            const SharedPlaces<HEAD_DIM>& shared,
-                                            ItemRecord* records) const {
-    const bool leads = threadIdx.x % 32 == 0;
-    RingPosition<Traits<HEAD_DIM>::kQueryStages> at;
+                                            const SharedPlaces<HEAD_DIM>& shared) const {
+    [[maybe_unused]] RingPosition<Traits<HEAD_DIM>::kQueryStages> at;
     ItemWalk items(p, plan);
-    int count = 0;
-    auto publish = [&](const ItemRecord& record) {
-      if (warp == 0 && leads) records[count % kRecords] = record;
-      ++count;
-      __syncwarp();
-      if (leads) arrive(shared.queries_full(at.stage));
-      at.advance();
-    };
     for (int item = items.next(); item >= 0; item = items.next()) {
       const TileWork work = work_of<HEAD_DIM>(p, plan, item);
       if (work.num_tiles == 0) {
         write_zeros(work);
-        continue;
+      } else if constexpr (!Traits<HEAD_DIM>::kHoldsQueries) {
+        wait_barrier(shared.queries_empty(at.stage), at.parity ^ 1);
+        fetch(shared.queries(at.stage), work);
+        __syncwarp();
+        if (threadIdx.x % 32 == 0) arrive(shared.queries_full(at.stage));
+        at.advance();
       }
-      wait_barrier(shared.queries_empty(at.stage), at.parity ^ 1);
-      fetch(shared.queries(at.stage), work);
-      publish(ItemRecord(work));
     }
-    wait_barrier(shared.queries_empty(at.stage), at.parity ^ 1);
-    publish(ItemRecord{});
   }
 };
 

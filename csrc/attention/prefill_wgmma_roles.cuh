@@ -2,6 +2,8 @@
 // at which they meet, and the items that a block walks.
 #pragma once
 
+#include <cstddef>
+
 #include "attention/hopper_primitives.cuh"
 #include "attention/kernel_params.cuh"
 #include "attention/prefill_work.cuh"
@@ -30,10 +32,13 @@ struct Traits {
   static constexpr int kKeys = HEAD_DIM > 128 ? 64 : 128;  // of a tile
   static constexpr int kQueryBytes = kRows * Rows::kRowBytes;
   static constexpr int kKeyBytes = kKeys * Rows::kRowBytes;  // K or V of a tile
-  // As many as fit. Q of the next item is there when the last of this one's is read.
-  static constexpr int kQueryStages = HEAD_DIM > 128 ? 1 : 2;
-  static constexpr int kKeyStages = HEAD_DIM > 128 ? 2 : 3;
-  static constexpr int kValueStages = 2;
+  // Whether the roles that compute hold Q in registers: then Q K^T reads a third less of shared
+  // memory. At a head_dim of 256 there is no room for it.
+  static constexpr bool kHoldsQueries = HEAD_DIM <= 128;
+  // As many as fit.
+  static constexpr int kQueryStages = kHoldsQueries ? 0 : 1;
+  static constexpr int kKeyStages = kHoldsQueries ? 3 : 2;
+  static constexpr int kValueStages = kHoldsQueries ? 3 : 2;
   static constexpr int kBarriers = 2 * (kQueryStages + kKeyStages + kValueStages);
   static constexpr int kTileBytes =
       kQueryStages * kQueryBytes + (kKeyStages + kValueStages) * kKeyBytes;
@@ -106,21 +111,23 @@ struct RingPosition {
   }
 };
 
-// The items of a block: the roles that fetch walk them for themselves.
+// The items of a block. Every role walks them for itself.
 struct ItemWalk {
-  int total, blocks, round_begin = 0, round = 0;
+  int total, blocks;
+  int item, step;  // the next one; from there to the one after
 
   __device__ __forceinline__ ItemWalk(const KernelParams& p, const PlanView& plan)
       : total(plan.header->num_prefill_tiles * static_cast<int>(p.op.num_kv_heads)),
-        blocks(smaller(gridDim.x, plan.header->prefill_blocks)) {}
+        blocks(smaller(gridDim.x, plan.header->prefill_blocks)),
+        item(blockIdx.x),
+        step(2 * (blocks - blockIdx.x) - 1) {}
 
   // -1: there is none left.
   __device__ __forceinline__ int next() {
-    const int place = round & 1 ? blocks - 1 - blockIdx.x : blockIdx.x;
-    const int item = round_begin + place;
-    round_begin += blocks;
-    ++round;
-    return item < total ? item : -1;
+    const int found = item < total ? item : -1;
+    item += step;
+    step = 2 * blocks - step;
+    return found;
   }
 };
 
@@ -131,16 +138,15 @@ __device__ __forceinline__ TileWork work_of(const KernelParams& p, const PlanVie
                   Traits<HEAD_DIM>::kKeys);
 }
 
-// What the roles that compute need to know of an item. It comes with Q: it is there when Q is.
-struct alignas(16) ItemRecord {
-  int num_tiles;  // of keys; 0: there are no more items
+// What the roles that compute need to know of an item.
+struct ItemRecord {
+  int num_tiles;  // of keys
   int first_tile;
   int all_see_from, all_see_to;  // see TileWork
   int first_token, first_head;   // of its first row: see RowPlace; the token counted in the batch
   int first_position;            // of that token in its sequence
   int kv_head, rows;
 
-  ItemRecord() = default;
   __device__ __forceinline__ explicit ItemRecord(const TileWork& work)
       : num_tiles(work.num_tiles),
         first_tile(work.first_tile),
@@ -153,8 +159,64 @@ struct alignas(16) ItemRecord {
         rows(work.rows) {}
 };
 
-// The record of the n-th item of a block lies at n % kRecords. It is read until the item's output
-// is written, when Q of the next item has gone and the one after that is there.
-constexpr int kRecords = 4;
+// An item as a warp of a role that computes keeps it: a word of the plan's tile a lane. That takes
+// two registers, and what is computed from shuffled words is known to be the same in all lanes, so
+// that addresses of products and branches are uniform too.
+struct Item {
+  int word;
+  int kv_head = -1;  // -1: there is none
+
+  __device__ __forceinline__ bool exists() const { return kv_head >= 0; }
+
+  template <int HEAD_DIM>
+  __device__ __forceinline__ ItemRecord record(const KernelParams& p) const {
+    static_assert(offsetof(PrefillTile, query_start) == 4 &&
+                  offsetof(PrefillTile, query_len) == 8 && offsetof(PrefillTile, seq_len) == 12 &&
+                  offsetof(PrefillTile, first_row) == 16);
+    const auto at = [this](int i) { return __shfl_sync(kWarpMask, word, i); };
+    const PrefillTile tile{.seq = at(0),
+                           .query_start = at(1),
+                           .query_len = at(2),
+                           .seq_len = at(3),
+                           .first_row = at(4)};
+    return ItemRecord(TileWork(p, tile, kv_head, kRows, Traits<HEAD_DIM>::kKeys));
+  }
+};
+
+// The items of a block that see keys. The next one is fetched ahead.
+template <int HEAD_DIM>
+struct ItemReader {
+  const KernelParams& p;
+  const PrefillTile* tiles;
+  ItemWalk walk;
+  Item ahead;
+
+  __device__ __forceinline__ ItemReader(const KernelParams& p, const PlanView& plan)
+      : p(p), tiles(plan.prefill_tiles), walk(p, plan) {
+    fetch();
+  }
+
+  __device__ __forceinline__ Item next() {
+    while (true) {
+      const Item item = ahead;
+      if (!item.exists()) return item;
+      fetch();
+      if (item.record<HEAD_DIM>(p).num_tiles > 0) return item;
+    }
+  }
+
+ private:
+  __device__ __forceinline__ void fetch() {
+    const int item = walk.next();
+    if (item < 0) {
+      ahead.kv_head = -1;
+      return;
+    }
+    const int heads = static_cast<int>(p.op.num_kv_heads);
+    constexpr int kWords = sizeof(PrefillTile) / sizeof(int);
+    ahead.kv_head = item % heads;
+    ahead.word = __ldg(reinterpret_cast<const int*>(tiles + item / heads) + threadIdx.x % kWords);
+  }
+};
 
 }  // namespace pagedinfer::attention::wgmma

@@ -175,18 +175,19 @@ def test_scores_of_mixed_magnitudes(device: torch.device, query_len: int) -> Non
 
 
 @pytest.mark.parametrize("rise", [-3.0, 0.7, 3.0, 7.9, 40.0])
+@pytest.mark.parametrize("level", [0.0, -60.0])
 @pytest.mark.parametrize("query_len", [1, 70])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_scores_that_rise_from_tile_to_tile(
-    device: torch.device, dtype: torch.dtype, query_len: int, rise: float
+    device: torch.device, dtype: torch.dtype, query_len: int, level: float, rise: float
 ) -> None:
     """Towards the first keys, which are walked last, by so many powers of two in 128 keys: a maximum may
-    be kept for a while, but not for long."""
+    be kept for a while, but not for long. From zero, and from where all scores are below it."""
     length = 1200
     batch = make_batch([query_len], [length], device=device, dtype=dtype, num_heads=8, num_kv_heads=2)
     token = torch.arange(length, device=device)
     block = batch.block_table[0, token // 16].long()
-    score = (length - token) / 128 * rise * math.log(2)
+    score = level + (length - token) / 128 * rise * math.log(2)
     batch.kv_cache[block, 0, :, token % 16, 0] = score[:, None].to(dtype)
     batch.query[..., 1:] *= 0.1
     batch.query[..., 0] = 1
