@@ -2,8 +2,8 @@
 // tensor cores through mma.sync (sm_80 and newer).
 //
 //   for Q [M x D] a tile of packed rows, over tiles of 64 keys (32 if D is 256), the last first:
-//     S = Q K^T;  m' = max(m, rowmax S);  P = 2^(S - m');  l = l 2^(m - m') + rowsum P
-//     O = O 2^(m - m') + P V
+//     S = Q K^T;  m' = m, or rowmax S if that is far above;  P = 2^(S - m')
+//     l = l 2^(m - m') + rowsum P;  O = O 2^(m - m') + P V                (softmax_rows.cuh)
 //   out = O / l                                                (FlashAttention, Dao et al. 2022)
 //
 //   tensor        shape                                          dtype    strides (elements)
@@ -20,8 +20,8 @@
 // that share it lie side by side, so that a short chunk fills the tile too. Each of its four warps
 // owns M / 4 rows, their softmax and their output.
 //
-// Shared memory: Q [M]; two buffers of a tile's (K, V); the block ids of the next tiles. One
-// barrier a tile.
+// Shared memory: Q [M]; two buffers of a tile's (K, V); the block ids of the next tiles; what is
+// kept of the block's work. One barrier a tile.
 //
 // Shared prefixes (SHARED; shared_prefixes.h): the members of a group are the query tokens of one
 // long query that sees all keys of the prefix. Tiles come from the groups, not from the plan, and
@@ -38,6 +38,7 @@
 #include "attention/mma_primitives.cuh"
 #include "attention/partial_results.cuh"
 #include "attention/prefill_work.cuh"
+#include "attention/softmax_rows.cuh"
 
 namespace pagedinfer::attention {
 
@@ -60,6 +61,12 @@ struct PrefillTraits {
   static constexpr int kKeyBytes = kKeys * Rows::kRowBytes;
   static constexpr int kSharedBytes = kQueryBytes + 2 * 2 * kKeyBytes;
 };
+
+// The accumulator of the i-th of a row of n8 tiles.
+template <int COUNT>
+__device__ __forceinline__ float (&accumulator(float (&scores)[COUNT], int i))[4] {
+  return reinterpret_cast<float (&)[4]>(scores[i * 4]);
+}
 
 template <typename T, int HEAD_DIM>
 __device__ __forceinline__ void load_queries(const KernelParams& p, const TileWork& work,
@@ -92,23 +99,24 @@ struct KeyCopier {
   static constexpr bool kStepInBlock = Walk::kWholeRows && kStepRows <= kMinBlockSize;
 
   const KernelParams& p;
-  const uint4 *keys, *values;  // of the head, in block 0
-  int key_begin;
-  unsigned seen_keys;
+  const uint4* keys;      // of the head, in block 0
+  int64_t value_vectors;  // from there to its values
 
-  __device__ __forceinline__ KeyCopier(const KernelParams& p, const TileWork& work)
-      : p(p), key_begin(work.key_begin), seen_keys(work.tile.seq_len - work.key_begin) {
+  __device__ __forceinline__ KeyCopier(const KernelParams& p, const TileWork& work) : p(p) {
     const HeadPages<T, HEAD_DIM> pages(p, work.kv_head);
     keys = reinterpret_cast<const uint4*>(pages.base);
-    values = keys + pages.value_bytes / 16;
+    value_vectors = pages.value_bytes / 16;
   }
 
-  // Step j of the tile that begins with key `first`, in the blocks `ids`. Where there is no such
-  // tile nothing is read, and `ids` may be anything.
-  __device__ __forceinline__ void start(int j, bool exists, int first, const int* ids,
-                                        uint32_t shared) const {
-    const int row = Walk::row(threadIdx.x, j), chunk = Walk::chunk(threadIdx.x, j);
-    const bool valid = static_cast<unsigned>(first - key_begin + row) < (exists ? seen_keys : 0);
+  // Step j of the tile that begins with key `first`, the from_begin-th of `seen` that are used, in
+  // the blocks `ids`. Others are not read; with none, `ids` may be anything.
+  __device__ __forceinline__ void start(int j, int from_begin, unsigned seen, int first,
+                                        const int* ids, uint32_t shared) const {
+    int thread = threadIdx.x;
+    // Where rows are not whole, what follows from it is computed each time: kept, it would spill.
+    if constexpr (!Walk::kWholeRows) asm volatile("" : "+r"(thread));
+    const int row = Walk::row(thread, j), chunk = Walk::chunk(thread, j);
+    const bool valid = static_cast<unsigned>(from_begin + row) < seen;
     const int in_block = kStepInBlock ? j * kStepRows : row;
     const int row_of_block = (first + in_block) & ((1 << p.block_shift) - 1);
     const auto chunk_of_block =
@@ -116,17 +124,12 @@ struct KeyCopier {
     const auto id = static_cast<uint32_t>(ids[in_block >> p.block_shift]);
     const uint64_t from = static_cast<uint64_t>(id) * p.block_vectors + chunk_of_block;
     // Eight rows on everything repeats.
-    const uint32_t to = kStepRows % 8 == 0 && Walk::kWholeRows
-                            ? shared + Rows::offset(Walk::row(threadIdx.x, 0), chunk) +
-                                  j * kStepRows * Rows::kRowBytes
-                            : shared + Rows::offset(row, chunk);
+    const uint32_t to =
+        kStepRows % 8 == 0 && Walk::kWholeRows
+            ? shared + Rows::offset(Walk::row(thread, 0), chunk) + j * kStepRows * Rows::kRowBytes
+            : shared + Rows::offset(row, chunk);
     copy_async(to, keys + from, valid);
-    copy_async(to + Traits::kKeyBytes, values + from, valid);
-  }
-
-  __device__ __forceinline__ void start_all(int first, const int* ids, uint32_t shared) const {
-#pragma unroll(Walk::kWholeRows ? 8 : 1)  // where j changes the column, unrolling would spill
-    for (int j = 0; j < kSteps; ++j) start(j, true, first, ids, shared);
+    copy_async(to + Traits::kKeyBytes, keys + from + value_vectors, valid);
   }
 };
 
@@ -184,6 +187,12 @@ __device__ bool find_tile(const KernelParams& p, PrefillTile* tile) {
   return tile->first_row < tile->query_len * p.group;
 }
 
+// What is looked at once a tile of keys, and after them all: registers are short in between.
+struct Kept {
+  PrefillTile tile;
+  int kv_head, rows, all_see_from, all_see_to;  // as in TileWork
+};
+
 template <typename T, int HEAD_DIM, bool SHARED>
 __global__ __launch_bounds__(kThreads,
                              2) void prefill_mma_kernel(const __grid_constant__ KernelParams p) {
@@ -195,6 +204,8 @@ __global__ __launch_bounds__(kThreads,
   constexpr int kKeyTiles = kKeys / 8;  // n8 tiles of S
   extern __shared__ __align__(128) char shared[];
   __shared__ int ids[2][Traits::kMaxIds];
+  __shared__ Kept kept;
+  __shared__ int last_keys[Traits::kRows];  // that the rows see
 
   PrefillTile tile;
   if (!find_tile<HEAD_DIM, SHARED>(p, &tile)) return;
@@ -211,55 +222,63 @@ __global__ __launch_bounds__(kThreads,
   const uint32_t own_queries = queries + warp * Traits::kWarpRows * Rows::kRowBytes;
   const uint32_t lane_rows = Rows::offset(lane % 16, lane / 16);
   const uint32_t lane_keys = Rows::offset(lane / 16 * 8 + lane % 8, lane / 8 & 1);
-  const int32_t* table = p.op.block_table + work.tile.seq * p.op.block_table_stride;
   const Copier copier(p, work);
-  // Thread i fetches the id of the i-th block of the n-th tile from the end. Tokens outside the
-  // sequence take the id of one inside: it is not used, and no other may be read.
-  auto fetch_ids = [&](int n) {
+  const int key_begin = work.key_begin;
+  const int first_of_last = (work.first_tile + work.num_tiles - 1) * kKeys;
+  if (threadIdx.x == 0) {
+    kept = {work.tile, kv_head, work.rows, work.all_see_from, work.all_see_to};
+  }
+  if (threadIdx.x < Traits::kRows) last_keys[threadIdx.x] = work.last_key(p, threadIdx.x);
+  load_queries<T, HEAD_DIM>(p, work, queries);
+  __syncthreads();
+
+  auto buffer = [](int first_key) { return first_key / kKeys & 1; };
+  // Of the tile that begins with this key: thread i fetches the id of its i-th block. Tokens
+  // outside the sequence take the id of one inside: it is not used, and no other may be read.
+  auto fetch_ids = [&](int first_key) {
     if (static_cast<int>(threadIdx.x) >= larger(1, kKeys >> p.block_shift)) return;
-    int token = ((work.first_tile + work.num_tiles - 1 - n) * kKeys) +
-                (static_cast<int>(threadIdx.x) << p.block_shift);
-    token = larger(work.key_begin, smaller(token, work.tile.seq_len - 1));
-    copy_async_int(shared_address(&ids[n & 1][threadIdx.x]), table + (token >> p.block_shift));
+    int token = first_key + (static_cast<int>(threadIdx.x) << p.block_shift);
+    token = larger(key_begin, smaller(token, kept.tile.seq_len - 1));
+    const int32_t* table = p.op.block_table + kept.tile.seq * p.op.block_table_stride;
+    copy_async_int(shared_address(&ids[buffer(first_key)][threadIdx.x]),
+                   table + (token >> p.block_shift));
+  };
+  auto start_copies = [&](int step, int first_key) {
+    const int seen = first_key + kKeys > key_begin ? kept.tile.seq_len - key_begin : 0;
+    copier.start(step, first_key - key_begin, seen, first_key, ids[buffer(first_key)],
+                 keys + buffer(first_key) * 2 * Traits::kKeyBytes);
   };
 
-  load_queries<T, HEAD_DIM>(p, work, queries);
   if (work.num_tiles > 0) {
-    fetch_ids(0);
+    fetch_ids(first_of_last);
     commit_copies();
     wait_copies<0>();
     __syncthreads();
-    copier.start_all((work.first_tile + work.num_tiles - 1) * kKeys, ids[0], keys);
-    if (work.num_tiles > 1) fetch_ids(1);
+#pragma unroll 1
+    for (int j = 0; j < Copier::kSteps; ++j) start_copies(j, first_of_last);
+    if (work.num_tiles > 1) fetch_ids(first_of_last - kKeys);
   }
   commit_copies();
 
   float sums[kRowTiles][HEAD_DIM / 8][4] = {};
-  float maximum[kRowTiles][2], sum[kRowTiles][2] = {};
+  SoftmaxRows softmax[kRowTiles];
 #pragma unroll
-  for (int r = 0; r < kRowTiles; ++r) maximum[r][0] = maximum[r][1] = -INFINITY;
+  for (SoftmaxRows& rows : softmax) rows.clear();
 
-  for (int n = 0; n < work.num_tiles; ++n) {
-    const int key_tile = work.first_tile + work.num_tiles - 1 - n;
-    const int next = n + 1;
+  for (int first_key = first_of_last; first_key + kKeys > key_begin; first_key -= kKeys) {
     wait_copies<0>();
-    __syncthreads();  // tile n and the ids of tile n + 1 are there, and everybody is done with n -
-                      // 1
-    const bool goes_on = next < work.num_tiles;
-    static_assert(Copier::kSteps <= HEAD_DIM / 16);  // the slices below start them all
+    __syncthreads();  // this tile and the ids of the next are there, all are done with the last
     // Into the place of this tile's ids, which have served.
-    if (next + 1 < work.num_tiles) fetch_ids(next + 1);
-    const uint32_t k_tile = keys + (n & 1) * 2 * Traits::kKeyBytes;
+    if (first_key - kKeys > key_begin) fetch_ids(first_key - 2 * kKeys);
+    const uint32_t k_tile = keys + buffer(first_key) * 2 * Traits::kKeyBytes;
     const uint32_t v_tile = k_tile + Traits::kKeyBytes;
 
     // S = Q K^T
-    float scores[kRowTiles][kKeyTiles][4] = {};
+    float scores[kRowTiles][kKeyTiles * 4] = {};
 #pragma unroll
     for (int slice = 0; slice < HEAD_DIM / 16; ++slice) {
-      if (slice < Copier::kSteps) {
-        copier.start(slice, goes_on, (key_tile - 1) * kKeys, ids[next & 1],
-                     keys + (next & 1) * 2 * Traits::kKeyBytes);
-      }
+      static_assert(Copier::kSteps <= HEAD_DIM / 16);
+      if (slice < Copier::kSteps) start_copies(slice, first_key - kKeys);
       uint32_t q[kRowTiles][4];
 #pragma unroll
       for (int r = 0; r < kRowTiles; ++r) {
@@ -271,8 +290,8 @@ __global__ __launch_bounds__(kThreads,
         load_matrices(k, Rows::slice(k_tile + lane_keys, slice) + pair * 16 * Rows::kRowBytes);
 #pragma unroll
         for (int r = 0; r < kRowTiles; ++r) {
-          multiply_add<T>(scores[r][pair * 2], q[r], k[0], k[1]);
-          multiply_add<T>(scores[r][pair * 2 + 1], q[r], k[2], k[3]);
+          multiply_add<T>(accumulator(scores[r], pair * 2), q[r], k[0], k[1]);
+          multiply_add<T>(accumulator(scores[r], pair * 2 + 1), q[r], k[2], k[3]);
         }
       }
     }
@@ -282,74 +301,35 @@ __global__ __launch_bounds__(kThreads,
 #pragma unroll
       for (int r = 0; r < kRowTiles; ++r) {
 #pragma unroll
-        for (int i = 0; i < kKeyTiles * 4; ++i) {
-          scores[r][i / 4][i % 4] = transformed_score(scores[r][i / 4][i % 4], p.score);
-        }
+        for (float& s : scores[r]) s = transformed_score(s, p.score);
       }
     }
-    const int first_key = key_tile * kKeys;
-    if (!SHARED && work.is_masked(first_key, kKeys)) {
+    if (!SHARED && (first_key < kept.all_see_from || first_key + kKeys - 1 > kept.all_see_to)) {
 #pragma unroll
       for (int r = 0; r < kRowTiles; ++r) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
           const int row = warp * Traits::kWarpRows + r * 16 + half * 8 + lane / 4;
-          const int last = work.last_key(p, row);
+          // Counted from this lane's first key.
+          const int last = last_keys[row] - first_key - lane % 4 * 2;
 #pragma unroll
-          for (int c = 0; c < kKeyTiles; ++c) {
-#pragma unroll
-            for (int i = 0; i < 2; ++i) {
-              const int key = first_key + c * 8 + lane % 4 * 2 + i;
-              const bool seen = key <= last && (p.window == 0 || key > last - p.window);
-              if (!seen) scores[r][c][half * 2 + i] = -INFINITY;
-            }
+          for (int i = 0; i < kKeys / 4; ++i) {
+            const int key = i / 2 * 8 + i % 2;
+            const bool seen = key <= last && (p.window == 0 || key > last - p.window);
+            if (!seen) scores[r][i / 2 * 4 + half * 2 + i % 2] = -INFINITY;
           }
         }
       }
     }
 
-    // Online softmax
-    float rescale[kRowTiles][2];
-    bool rescales = false;
 #pragma unroll
     for (int r = 0; r < kRowTiles; ++r) {
+      float rescale[2];
+      if (softmax[r].raise(scores[r], p.score, rescale)) {
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        float m = -INFINITY;
-#pragma unroll
-        for (int c = 0; c < kKeyTiles; ++c) {
-          m = fmaxf(m, fmaxf(scores[r][c][half * 2], scores[r][c][half * 2 + 1]));
-        }
-        m = fmaxf(m, __shfl_xor_sync(kWarpMask, m, 1));
-        m = fmaxf(m, __shfl_xor_sync(kWarpMask, m, 2));
-        m = fmaxf(maximum[r][half], m * p.score.factor);
-        const float reference = m == -INFINITY ? 0.0f : m;
-        rescale[r][half] = exp2_fast(maximum[r][half] - reference);
-        rescales |= rescale[r][half] != 1.0f;
-        maximum[r][half] = m;
-        float tile_sum = 0.0f;
-#pragma unroll
-        for (int c = 0; c < kKeyTiles; ++c) {
-#pragma unroll
-          for (int i = 0; i < 2; ++i) {
-            float& s = scores[r][c][half * 2 + i];
-            s = exp2_fast(fmaf(s, p.score.factor, -reference));
-            tile_sum += s;
-          }
-        }
-        sum[r][half] = sum[r][half] * rescale[r][half] + tile_sum;
+        for (int i = 0; i < HEAD_DIM / 2; ++i) sums[r][i / 4][i % 4] *= rescale[i / 2 % 2];
       }
-    }
-    // The maxima settle after a few tiles; from then on this is skipped.
-    if (__any_sync(kWarpMask, rescales)) {
-#pragma unroll
-      for (int r = 0; r < kRowTiles; ++r) {
-#pragma unroll
-        for (int d = 0; d < HEAD_DIM / 8; ++d) {
-#pragma unroll
-          for (int i = 0; i < 4; ++i) sums[r][d][i] *= rescale[r][i / 2];
-        }
-      }
+      softmax[r].weigh(scores[r], p.score);
     }
 
     // O += P V
@@ -360,7 +340,7 @@ __global__ __launch_bounds__(kThreads,
       for (int r = 0; r < kRowTiles; ++r) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          const float* s = &scores[r][c * 2 + i / 2][i % 2 * 2];
+          const float* s = scores[r] + c * 8 + i * 2;
           weights[r][i] = pack<T>(s[0], s[1]);
         }
       }
@@ -380,20 +360,21 @@ __global__ __launch_bounds__(kThreads,
 
   if constexpr (SHARED) {
     wait_copies<0>();  // of Q, if there was no tile of keys
+    __syncthreads();
     const PrefixResults<HEAD_DIM> results(p);
 #pragma unroll
     for (int r = 0; r < kRowTiles; ++r) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        float l = sum[r][half];
+        float l = softmax[r].sum[half];
         l += __shfl_xor_sync(kWarpMask, l, 1);
         l += __shfl_xor_sync(kWarpMask, l, 2);
         const int row = warp * Traits::kWarpRows + r * 16 + half * 8 + lane / 4;
-        if (row >= work.rows) continue;
+        if (row >= kept.rows) continue;
         const int64_t at =
-            blockIdx.y * results.rows + row_offset(p, work.tile.query_start, work.kv_head,
-                                                   work.tile.first_row + row, p.op.num_heads, 1);
-        if (lane % 4 == 0) results.scales[at] = {maximum[r][half], l};
+            blockIdx.y * results.rows + row_offset(p, kept.tile.query_start, kept.kv_head,
+                                                   kept.tile.first_row + row, p.op.num_heads, 1);
+        if (lane % 4 == 0) results.scales[at] = {softmax[r].reference[half], l};
 #pragma unroll
         for (int d = 0; d < HEAD_DIM / 8; ++d) {
           *reinterpret_cast<float2*>(results.sums + at * HEAD_DIM + d * 8 + lane % 4 * 2) = {
@@ -412,7 +393,7 @@ __global__ __launch_bounds__(kThreads,
   for (int r = 0; r < kRowTiles; ++r) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      float l = sum[r][half];
+      float l = softmax[r].sum[half];
       l += __shfl_xor_sync(kWarpMask, l, 1);
       l += __shfl_xor_sync(kWarpMask, l, 2);
       const float inverse = l == 0.0f ? 0.0f : 1.0f / l;
@@ -427,9 +408,9 @@ __global__ __launch_bounds__(kThreads,
   __syncwarp();
   for (int i = lane; i < Traits::kWarpRows * Rows::kChunks; i += 32) {
     const int row = warp * Traits::kWarpRows + i / Rows::kChunks, chunk = i % Rows::kChunks;
-    if (row >= work.rows) break;
+    if (row >= kept.rows) break;
     T* to =
-        output_row<T, HEAD_DIM>(p, work.tile.query_start, work.kv_head, work.tile.first_row + row);
+        output_row<T, HEAD_DIM>(p, kept.tile.query_start, kept.kv_head, kept.tile.first_row + row);
     *reinterpret_cast<uint4*>(to + chunk * 8) =
         *reinterpret_cast<const uint4*>(shared + Rows::offset(row, chunk));
   }

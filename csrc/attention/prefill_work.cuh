@@ -34,23 +34,19 @@ struct TileWork {
   // these, which may have none.
   __device__ __forceinline__ TileWork(const KernelParams& p, const PrefillTile& tile, int kv_head,
                                       int tile_rows, int tile_keys, int split, int splits)
-      : tile(tile), kv_head(kv_head), key_begin(0), all_see_from(0) {
+      : tile(tile), kv_head(kv_head), all_see_from(0) {
     rows = smaller(tile_rows, tile.query_len * p.group - tile.first_row);
     all_see_to = tile.seq_len - 1;
     const int tiles = ceil_div(tile.seq_len, tile_keys);
     const int part = ceil_div(tiles, splits);
     first_tile = split * part;
+    key_begin = first_tile * tile_keys;
     num_tiles = larger(0, smaller(part, tiles - first_tile));
   }
 
   // The last key that a row of a tile of the plan sees; rows that do not exist are counted on.
   __device__ __forceinline__ int last_key(const KernelParams& p, int row) const {
     return all_see_to + RowPlace(p, first_head, row).token;
-  }
-
-  // Whether some row does not see all keys of a tile.
-  __device__ __forceinline__ bool is_masked(int first_key, int tile_keys) const {
-    return first_key + tile_keys - 1 > all_see_to || first_key < all_see_from;
   }
 };
 
