@@ -187,6 +187,29 @@ def test_the_outputs_are_the_same(
         assert tokens(found[name]) == tokens(alone), name
 
 
+def test_a_step_under_way_writes_none_of_its_blocks(
+    engine: LLMEngine, plain: LLMEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That of a request that has just been given up would be the first to be handed out."""
+    urgent = record_urgent(engine, monkeypatch)
+    saturate(engine)
+    run_steps(engine, 1)  # which has just been launched
+    given_up = engine.scheduler.requests["batch 1"]
+    assert given_up.num_computed_tokens % engine.config.block_size  # its last block is not full
+    block = given_up.block_ids[-1]
+    assert engine.abort_request("batch 1") is not None
+    [prompt] = random_prompts((35,), seed=77)
+    params = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True, logprobs=0)
+    engine.add_request("urgent", {"prompt_token_ids": prompt}, params, priority=0)
+    found = run(engine)["urgent"].outputs[0]
+    plain.add_request("urgent", {"prompt_token_ids": prompt}, params)
+    alone = run(plain)["urgent"].outputs[0]
+    assert found.token_ids == alone.token_ids
+    assert found.cumulative_logprob == pytest.approx(alone.cumulative_logprob, abs=1e-3)
+    assert len(urgent) == 1
+    assert block not in urgent[0].admitted[0].block_ids
+
+
 def test_what_it_is_not_for(engine: LLMEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     urgent = record_urgent(engine, monkeypatch)
     saturate(engine)
