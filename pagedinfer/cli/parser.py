@@ -43,6 +43,17 @@ def human_integer(text: str) -> int:
     return value
 
 
+def port_number(text: str) -> int:
+    """The number of a TCP port; 0 for any free one.
+
+    Raises:
+        argparse.ArgumentTypeError: there is no such port.
+    """
+    if not re.fullmatch(r"[0-9]{1,5}", text) or int(text) > 65535:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a port: they go from 0 to 65535")
+    return int(text)
+
+
 class Parser(argparse.ArgumentParser):
     """A parser with the habits above; `--config` is read where the parser has that flag."""
 

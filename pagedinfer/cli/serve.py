@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from pagedinfer.cli.engine_arguments import add_engine_arguments, engine_config
 from pagedinfer.cli.http_client import API_KEY_VARIABLE
-from pagedinfer.cli.parser import human_integer
+from pagedinfer.cli.parser import human_integer, port_number
 from pagedinfer.errors import PagedinferError
 from pagedinfer.server.parsing.choose import AUTO, NONE, REASONING_PARSERS, TOOL_CALL_PARSERS
 
@@ -27,7 +27,7 @@ def add_arguments(parser: Parser) -> None:
     group = parser.add_argument_group("server")
     add = group.add_argument
     add("--host", default="127.0.0.1", help="address to listen at (default: 127.0.0.1; 0.0.0.0: every one)")
-    add("--port", type=human_integer, default=8000, metavar="N", help="(default: 8000; 0: any free one)")
+    add("--port", type=port_number, default=8000, metavar="N", help="(default: 8000; 0: any free one)")
     add("--uds", metavar="PATH", help="listen at a Unix socket instead")
     add(
         "--api-key",

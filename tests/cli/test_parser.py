@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pagedinfer.cli.parser import Parser, human_integer
+from pagedinfer.cli.parser import Parser, human_integer, port_number
 
 
 def parser() -> Parser:
@@ -103,3 +103,14 @@ def test_a_wrong_configuration_file(
 
 def test_a_configuration_file_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
     assert "No such file" in errors_of(["--config", "nowhere.yaml"], capsys)
+
+
+@pytest.mark.parametrize("text", ["0", "8000", "65535"])
+def test_ports(text: str) -> None:
+    assert port_number(text) == int(text)
+
+
+@pytest.mark.parametrize("text", ["99999", "65536", "-1", "8k", "http", "", "٣"])
+def test_what_is_no_port(text: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match="0 to 65535"):
+        port_number(text)
