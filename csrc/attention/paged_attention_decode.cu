@@ -22,9 +22,14 @@
 // loop, only the warp's own wait for its copies, and the ring runs on over the ends of units and
 // sequences.
 //
-// Shared memory: for each warp a ring of p.stages x (K, V of 16 tokens); then Q if D is 256; (m, l)
-// of each warp and row; BlockState. The stage that a warp has just used takes its O at the end of a
-// unit: 16 tokens of K and V in 16 bits are as many bytes as 16 rows of O in 32.
+// At a D of 256 two warps share 16 tokens: each brings in half of the columns, multiplies Q and K
+// over these, adds the other's scores, which it finds in shared memory behind a barrier of the two,
+// and keeps half of O.
+//
+// Shared memory: for each warp a ring of p.stages x (K, V of 16 tokens, or of half of their
+// columns); the scores of warps that share tokens; (m, l) of each warp and row; BlockState. The
+// stage that a warp has just used takes its O at the end of a unit: 16 tokens of K and V in 16 bits
+// are as many bytes as 16 rows of O in 32.
 //
 // Template: T, the element type; HEAD_DIM.
 //
@@ -53,7 +58,7 @@ struct BlockState {
 
 template <int HEAD_DIM>
 constexpr int kTailBytes =
-    DecodeTraits<HEAD_DIM>::kQueryBytes + DecodeTraits<HEAD_DIM>::kScalesBytes +
+    DecodeTraits<HEAD_DIM>::kScoresBytes + DecodeTraits<HEAD_DIM>::kScalesBytes +
     static_cast<int>(sizeof(BlockState));
 
 // Where the block's copies stand: always some steps ahead of the arithmetic. The block ids of the
@@ -61,7 +66,8 @@ constexpr int kTailBytes =
 template <typename T, int HEAD_DIM>
 struct TileLoader {
   using Traits = DecodeTraits<HEAD_DIM>;
-  using Rows = TileRows<HEAD_DIM>;
+  using Rows = typename Traits::Rows;
+  static constexpr int kFromBytes = HEAD_DIM * 2;  // from one token's key to the next's
 
   // What of a SequenceRecord the copies need.
   struct Sequence {
@@ -97,7 +103,7 @@ struct TileLoader {
 
   __device__ __forceinline__ int first_token() const {
     return (sequence.first_tile + tile) * kTileTokens + step * Traits::kStepTokens +
-           static_cast<int>(threadIdx.x) / 32 * kWarpTokens;
+           Traits::token_warp() * kWarpTokens;
   }
 
   __device__ __forceinline__ void fetch_next_sequence() {
@@ -127,18 +133,23 @@ struct TileLoader {
     const int offset_mask = (1 << p.block_shift) - 1;
     if (first >= sequence.first_key && first + kWarpTokens <= sequence.seq_len) {
       // All rows: four base addresses, everything else is a constant offset.
-      constexpr int kFromBytes = HEAD_DIM * 2;
-      const char* low = first_page + (first & offset_mask) * kFromBytes + lane * 16;
+      static_assert(Traits::kHeadWarps == 1 || Walk::kWholeRows);
+      constexpr bool kDense = Traits::kHeadWarps == 1;  // the warp's rows are one piece
+      constexpr int kJump = kDense ? 512 : 32 / Rows::kChunks * kFromBytes;
+      const int mine = kDense ? lane * 16
+                              : Walk::row(lane, 0) * kFromBytes + Walk::chunk(lane, 0) * 16 +
+                                    Traits::first_column() * 2;
+      const char* low = first_page + (first & offset_mask) * kFromBytes + mine;
       const char* high =
-          second_page + ((first + 8) & offset_mask) * kFromBytes - 8 * kFromBytes + lane * 16;
+          second_page + ((first + 8) & offset_mask) * kFromBytes - 8 * kFromBytes + mine;
       const char* low_values = low + pages.value_bytes;
       const char* high_values = high + pages.value_bytes;
 #pragma unroll
       for (int j = 0; j < kWarpTokens * Rows::kChunks / 32; ++j) {
         const int row = Walk::row(lane, j);
         const uint32_t to = stage + Rows::offset(row, Walk::chunk(lane, j));
-        copy_async_once(to, (row < 8 ? low : high) + j * 512);
-        copy_async_once(to + Traits::kRowsBytes, (row < 8 ? low_values : high_values) + j * 512);
+        copy_async_once(to, (row < 8 ? low : high) + j * kJump);
+        copy_async_once(to + Traits::kRowsBytes, (row < 8 ? low_values : high_values) + j * kJump);
       }
       advance();
       return;
@@ -149,7 +160,8 @@ struct TileLoader {
       const int row = Walk::row(lane, j), chunk = Walk::chunk(lane, j);
       const bool valid = static_cast<unsigned>(first + row - sequence.first_key) < seen_keys;
       const char* from = (row < 8 ? first_page : second_page) +
-                         ((first + row) & offset_mask) * (HEAD_DIM * 2) + chunk * 16;
+                         ((first + row) & offset_mask) * kFromBytes + chunk * 16 +
+                         Traits::first_column() * 2;
       const uint32_t to = stage + Rows::offset(row, chunk);
       copy_async(to, from, valid);
       copy_async(to + Traits::kRowsBytes, from + pages.value_bytes, valid);
@@ -189,8 +201,8 @@ __global__ __launch_bounds__(
   const int warp = threadIdx.x / 32;
   char* ring = shared + warp * p.stages * Traits::kWarpStageBytes;
   const uint32_t ring_address = shared_address(ring);
-  char* query = shared + p.stages * Traits::kStageBytes;
-  char* tail = query + Traits::kQueryBytes;
+  auto* warp_scores = reinterpret_cast<float4*>(shared + p.stages * Traits::kStageBytes);
+  char* tail = shared + p.stages * Traits::kStageBytes + Traits::kScoresBytes;
   auto* scales = reinterpret_cast<float2(*)[kDecodeRows]>(tail);
   auto& state = *reinterpret_cast<BlockState*>(tail + Traits::kScalesBytes);
   const SequenceRecord& sequence = state.sequence;
@@ -236,14 +248,14 @@ __global__ __launch_bounds__(
           end = smaller(end, (tile / chunk + 1) * chunk);
         }
         steps = (end - tile) * Traits::kSteps;
-        first = (sequence.first_tile + tile) * kTileTokens + warp * kWarpTokens;
+        first = (sequence.first_tile + tile) * kTileTokens + Traits::token_warp() * kWarpTokens;
         const int first_row = slice * kDecodeRows;
         rows = {.query_start = sequence.query_start,
                 .kv_head = kv_head,
                 .first_row = first_row,
                 .rows = smaller(kDecodeRows, sequence.query_len * p.group - first_row),
                 .has_prefix = p.op.prefixes.num_groups > 0 && sequence.first_key > 0};
-        attention.start(p, sequence, rows, query);
+        attention.start(p, sequence, rows);
       }
       if (p.stages == 3) {
         wait_copies<2>();
@@ -251,8 +263,11 @@ __global__ __launch_bounds__(
         wait_copies(p.stages - 1);
       }
       __syncwarp();  // every lane's copies are there
+      // Skipped are steps at a part's begin or end only: of two that follow each other the parity
+      // of `steps` differs.
       if (first < sequence.seq_len && first + kWarpTokens > sequence.first_key) {
-        attention.step(p, ring_address + stage * Traits::kWarpStageBytes, first);
+        attention.step(p, ring_address + stage * Traits::kWarpStageBytes, first,
+                       warp_scores + (steps & 1) * Traits::kScoreVectors);
       }
       __syncwarp();  // every lane is done with the stage
       first += Traits::kStepTokens;
@@ -272,7 +287,7 @@ __global__ __launch_bounds__(
                .range_end = range_end,
                .prefix = prefix,
                .first_unit = first_unit},
-          WarpResults<HEAD_DIM, Traits::kWarps>{
+          WarpResults<HEAD_DIM, Traits::kWarps, Traits::kHeadWarps>{
               scales, reinterpret_cast<const float*>(shared + last_stage * Traits::kWarpStageBytes),
               p.stages * Traits::kWarpStageBytes / 4},
           &state.flag);

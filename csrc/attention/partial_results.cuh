@@ -114,28 +114,32 @@ struct UnitRows {
 };
 
 // What WARPS warps have left in shared memory: (m, l) of each warp and row, and WarpSums, those of
-// warp w at sums + w * stride.
-template <int HEAD_DIM, int WARPS>
+// warp w at sums + w * stride. HEAD_WARPS neighbouring warps share keys, and each has a part of the
+// columns.
+template <int HEAD_DIM, int WARPS, int HEAD_WARPS = 1>
 struct WarpResults {
+  static constexpr int kColumns = HEAD_DIM / HEAD_WARPS, kShares = WARPS / HEAD_WARPS;
+
   const float2 (*scales)[kDecodeRows];
   const float* sums;
   int stride;
 
   __device__ __forceinline__ RowState fold(int row, int column) const {
-    float2 scale[WARPS];
-    float4 value[WARPS];
+    float2 scale[kShares];
+    float4 value[kShares];
     float m = -INFINITY;
 #pragma unroll
-    for (int w = 0; w < WARPS; ++w) {
-      scale[w] = scales[w][row];
-      value[w] = *reinterpret_cast<const float4*>(sums + w * stride +
-                                                  WarpSums<HEAD_DIM>::index(row, column));
-      m = fmaxf(m, scale[w].x);
+    for (int i = 0; i < kShares; ++i) {
+      const int warp = i * HEAD_WARPS + (HEAD_WARPS == 1 ? 0 : column / kColumns);
+      const int at = WarpSums<kColumns>::index(row, HEAD_WARPS == 1 ? column : column % kColumns);
+      scale[i] = scales[warp][row];
+      value[i] = *reinterpret_cast<const float4*>(sums + warp * stride + at);
+      m = fmaxf(m, scale[i].x);
     }
     RowState state{m, 0.0f, {0.0f, 0.0f, 0.0f, 0.0f}};
     const float reference = m == -INFINITY ? 0.0f : m;
 #pragma unroll
-    for (int w = 0; w < WARPS; ++w) state.add(scale[w], value[w], reference);
+    for (int i = 0; i < kShares; ++i) state.add(scale[i], value[i], reference);
     return state;
   }
 };

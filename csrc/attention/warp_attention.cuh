@@ -12,42 +12,53 @@ constexpr int kWarpTokens = 16;
 
 template <int HEAD_DIM>
 struct DecodeTraits {
-  // A head_dim of 256 has two warps a block and walks a tile in two steps: as many bytes in flight.
-  static constexpr int kWarps = HEAD_DIM <= 128 ? 4 : 2;
+  static constexpr int kWarps = 4;
   static constexpr int kThreads = kWarps * 32;
-  static constexpr int kStepTokens = kWarps * kWarpTokens;
+  // So many warps share 16 tokens, and each has a part of the columns: one warp has no registers
+  // for Q and O of a head_dim of 256.
+  static constexpr int kHeadWarps = HEAD_DIM <= 128 ? 1 : 2;
+  static constexpr int kColumns = HEAD_DIM / kHeadWarps;  // of one warp
+  static constexpr int kStepTokens = kWarps / kHeadWarps * kWarpTokens;
   static constexpr int kSteps = kTileTokens / kStepTokens;  // of a tile
 
-  using Rows = TileRows<HEAD_DIM>;
+  using Rows = TileRows<kColumns>;
   static constexpr int kRowsBytes = kWarpTokens * Rows::kRowBytes;  // K or V of a warp's 16 tokens
   static constexpr int kWarpStageBytes = 2 * kRowsBytes;
   static constexpr int kStageBytes = kWarps * kWarpStageBytes;
 
-  // Q in registers; of a head_dim of 256 it would not fit there beside O.
-  static constexpr bool kSharedQuery = HEAD_DIM > 128;
-  static constexpr int kQueryBytes = kSharedQuery ? kDecodeRows * Rows::kRowBytes : 0;
   static constexpr int kScalesBytes = kWarps * kDecodeRows * static_cast<int>(sizeof(float2));
+  // What warps that share tokens leave each other in a step, their parts of the scores: float4s.
+  // Two steps' places in turn.
+  static constexpr int kScoreVectors = kHeadWarps > 1 ? kWarps * kDecodeRows * kWarpTokens / 4 : 0;
+  static constexpr int kScoresBytes = 2 * kScoreVectors * static_cast<int>(sizeof(float4));
 
-  static_assert(kWarpStageBytes >= WarpSums<HEAD_DIM>::kFloats * 4);
+  static_assert(kHeadWarps <= 2 && kWarpStageBytes >= WarpSums<kColumns>::kFloats * 4);
+
+  // Which of a step's 16 tokens this warp has, and where its columns begin.
+  static __device__ __forceinline__ int token_warp() {
+    return static_cast<int>(threadIdx.x) / 32 / kHeadWarps;
+  }
+  static __device__ __forceinline__ int first_column() {
+    return kHeadWarps == 1 ? 0 : static_cast<int>(threadIdx.x) / 32 % kHeadWarps * kColumns;
+  }
 };
 
-// The attention of one warp over its share of a unit's keys.
+// The attention of one warp over its share of a unit's keys; of kHeadWarps warps that share keys,
+// over its part of the columns.
 template <typename T, int HEAD_DIM>
 struct WarpAttention {
   using Traits = DecodeTraits<HEAD_DIM>;
-  using Rows = TileRows<HEAD_DIM>;
-  static constexpr int kSlices = HEAD_DIM / 16;
+  using Rows = typename Traits::Rows;
+  static constexpr int kSlices = Traits::kColumns / 16;
 
-  uint32_t query[Traits::kSharedQuery ? 1 : kSlices][4];
-  uint32_t shared_query;
-  float sums[HEAD_DIM / 8][4];
+  uint32_t query[kSlices][4];
+  float sums[Traits::kColumns / 8][4];
   float maximum[2], sum[2];      // of rows g and g + 8; `sum` of this lane's columns only
   int last_key[2];               // that the rows see; with a window they see `window` keys up to it
   int all_see_to, all_see_from;  // keys in between are seen by every row
 
-  // The whole block. `shared`: where Q lies, if in shared memory.
   __device__ __forceinline__ void start(const KernelParams& p, const SequenceRecord& s,
-                                        const UnitRows& unit, char* shared) {
+                                        const UnitRows& unit) {
     const int group_lane = threadIdx.x % 32 / 4, pair = threadIdx.x % 4;
     const int kv_head = unit.kv_head, first_row = unit.first_row, rows = unit.rows;
     const T* rows_of[2];
@@ -56,7 +67,8 @@ struct WarpAttention {
       const int row = first_row + smaller(group_lane + 8 * half, rows - 1);
       rows_of[half] = static_cast<const T*>(p.op.query) +
                       decode_row_offset(p, s.query_start, kv_head, row, p.op.query_stride_token,
-                                        p.op.query_stride_head);
+                                        p.op.query_stride_head) +
+                      Traits::first_column();
       last_key[half] = s.seq_len - s.query_len + decode_token(p, row);
       maximum[half] = -INFINITY;
       sum[half] = 0.0f;
@@ -64,27 +76,13 @@ struct WarpAttention {
     all_see_to = s.seq_len - s.query_len;
     all_see_from = p.window > 0 ? s.seq_len - p.window : 0;
     // Rows past the last are zeros: their scores are zeros, and nobody looks at them.
-    if constexpr (Traits::kSharedQuery) {
-      for (int i = threadIdx.x; i < kDecodeRows * Rows::kChunks; i += Traits::kThreads) {
-        const int row = i / Rows::kChunks, chunk = i % Rows::kChunks;
-        const T* from =
-            static_cast<const T*>(p.op.query) +
-            decode_row_offset(p, s.query_start, kv_head, first_row + smaller(row, rows - 1),
-                              p.op.query_stride_token, p.op.query_stride_head);
-        *reinterpret_cast<uint4*>(shared + Rows::offset(row, chunk)) =
-            row < rows ? *reinterpret_cast<const uint4*>(from + chunk * 8) : uint4{0, 0, 0, 0};
-      }
-      shared_query = shared_address(shared);
-      __syncthreads();
-    } else {
 #pragma unroll
-      for (int slice = 0; slice < kSlices; ++slice) {
+    for (int slice = 0; slice < kSlices; ++slice) {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const bool valid = group_lane + 8 * (i & 1) < rows;
-          const T* from = rows_of[i & 1] + slice * 16 + i / 2 * 8 + pair * 2;
-          query[slice][i] = valid ? *reinterpret_cast<const uint32_t*>(from) : 0;
-        }
+      for (int i = 0; i < 4; ++i) {
+        const bool valid = group_lane + 8 * (i & 1) < rows;
+        const T* from = rows_of[i & 1] + slice * 16 + i / 2 * 8 + pair * 2;
+        query[slice][i] = valid ? *reinterpret_cast<const uint32_t*>(from) : 0;
       }
     }
   }
@@ -92,7 +90,7 @@ struct WarpAttention {
   // Before a part. Apart from start(), so that the sums take no registers while a part is written.
   __device__ __forceinline__ void clear() {
 #pragma unroll
-    for (int n = 0; n < HEAD_DIM / 8; ++n) {
+    for (int n = 0; n < Traits::kColumns / 8; ++n) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) sums[n][i] = 0.0f;
     }
@@ -100,7 +98,7 @@ struct WarpAttention {
 
   // The same by one warp, for the one newest token of a sequence; Q lies in shared memory.
   __device__ __forceinline__ void start_newest(int seq_len, int window, uint32_t from) {
-    static_assert(!Traits::kSharedQuery);
+    static_assert(Traits::kHeadWarps == 1);
     const int lane = threadIdx.x % 32;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -117,25 +115,25 @@ struct WarpAttention {
   }
 
   // `stage`: K, then V of tokens first .. first + 15. Params have a ScoreScale and a window.
+  // `place`: of kScoreVectors, for the scores of warps that share tokens; another than the call's
+  // before.
   template <typename Params>
-  __device__ __forceinline__ void step(const Params& p, uint32_t stage, int first) {
+  __device__ __forceinline__ void step(const Params& p, uint32_t stage, int first,
+                                       float4* place = nullptr) {
     const int lane = threadIdx.x % 32;
 
     float scores[2][4] = {};
     {
       const int row = lane / 16 * 8 + lane % 8, half = lane / 8 & 1;
-#pragma unroll(Traits::kSharedQuery ? 4 : kSlices)
+#pragma unroll
       for (int slice = 0; slice < kSlices; ++slice) {
         uint32_t k[4];
         load_matrices(k, stage + Rows::offset(row, slice * 2 + half));
-        constexpr int kKept = Traits::kSharedQuery ? 0 : 1;
-        if constexpr (Traits::kSharedQuery) {
-          load_matrices(query[0], shared_query + Rows::offset(lane % 16, slice * 2 + lane / 16));
-        }
-        multiply_add<T>(scores[0], query[slice * kKept], k[0], k[1]);
-        multiply_add<T>(scores[1], query[slice * kKept], k[2], k[3]);
+        multiply_add<T>(scores[0], query[slice], k[0], k[1]);
+        multiply_add<T>(scores[1], query[slice], k[2], k[3]);
       }
     }
+    if constexpr (Traits::kHeadWarps > 1) add_other_columns(scores, place);
     if (p.score.capped || p.score.negated) {
 #pragma unroll
       for (int i = 0; i < 8; ++i) {
@@ -174,7 +172,7 @@ struct WarpAttention {
     // The maximum settles after a few tiles; from then on this is skipped.
     if (__any_sync(kWarpMask, rescale[0] != 1.0f || rescale[1] != 1.0f)) {
 #pragma unroll
-      for (int n = 0; n < HEAD_DIM / 8; ++n) {
+      for (int n = 0; n < Traits::kColumns / 8; ++n) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) sums[n][i] *= rescale[i / 2];
       }
@@ -196,6 +194,25 @@ struct WarpAttention {
     }
   }
 
+  // Adds the scores over the other warp's columns. Both warps get the same bits.
+  __device__ __forceinline__ void add_other_columns(float (&scores)[2][4], float4* place) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      place[(warp * 2 + i) * 32 + lane] = {scores[i][0], scores[i][1], scores[i][2], scores[i][3]};
+    }
+    // Of the two warps. The next step leaves its scores elsewhere, so that one barrier is enough.
+    asm volatile("bar.sync %0, 64;" ::"r"(1 + Traits::token_warp()) : "memory");
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const float4 other = place[((warp ^ 1) * 2 + i) * 32 + lane];
+      scores[i][0] += other.x;
+      scores[i][1] += other.y;
+      scores[i][2] += other.z;
+      scores[i][3] += other.w;
+    }
+  }
+
   // Leaves the first `rows` rows' results in shared memory.
   __device__ __forceinline__ void leave(float* sums_to, float2* scales_to, int rows) {
     const int group_lane = threadIdx.x % 32 / 4, pair = threadIdx.x % 4;
@@ -208,8 +225,9 @@ struct WarpAttention {
       if (row >= rows) continue;
       if (pair == 0) scales_to[row] = {maximum[half], l};
 #pragma unroll
-      for (int n = 0; n < HEAD_DIM / 8; ++n) {
-        *reinterpret_cast<float2*>(sums_to + WarpSums<HEAD_DIM>::index(row, n * 8 + pair * 2)) = {
+      for (int n = 0; n < Traits::kColumns / 8; ++n) {
+        *reinterpret_cast<float2*>(sums_to +
+                                   WarpSums<Traits::kColumns>::index(row, n * 8 + pair * 2)) = {
             sums[n][half * 2], sums[n][half * 2 + 1]};
       }
     }
