@@ -3,9 +3,9 @@
 // Grid: one block of threads per token. A head is a group of `lanes` neighbouring threads, a power
 // of two up to a warp; the groups walk the token's query heads, then its key heads, then its value
 // heads, kHeads at a time. A thread holds kUnits units of each, at the same place in all its heads,
-// so that it loads angles and weights once. A unit is two vectors: pairs that are rotated together
-// or, past rotary_dim, two neighbours that are not (the last of them may be missing). All loads of
-// a thread's heads are issued before anything is waited for. Shared memory: none. The launch is
+// so that it loads angles once. A unit is two vectors: pairs that are rotated together or, past
+// rotary_dim, two neighbours that are not (the last of them may be missing). All loads of a
+// thread's heads are issued before anything is waited for. Shared memory: none. The launch is
 // dependent (dependent_launch.cuh). Invariants: slot -1 stores nothing; a position outside the
 // table rotates nothing. Template parameters: T, the element type; kVec, elements of a vector: as
 // many as 16 bytes hold, or one where rows do not start at such multiples; kUnits; kHeads;
@@ -45,9 +45,14 @@ __device__ __forceinline__ Unit unit_of(int u, int half) {
   return {u * kVec, u * kVec + half, true};
 }
 
+// Blocks of kMaxThreads that must fit a multiprocessor; 0: whatever the registers allow. Two heads
+// with a norm would take 94 registers instead of 64, and more tokens at once are worth more.
+template <int kHeads, bool kNormed, bool kExact>
+constexpr int kLeastBlocks = kNormed && kExact && kHeads > 1 ? 2 : 0;
+
 template <typename T, int kVec, int kUnits, int kHeads, bool kInterleaved, bool kNormed,
           bool kExact>
-__global__ void __launch_bounds__(kMaxThreads)
+__global__ void __launch_bounds__(kMaxThreads, (kLeastBlocks<kHeads, kNormed, kExact>))
     rotary_store_kv_kernel(const __grid_constant__ RotaryStoreKvParams p, int log2_lanes,
                            int log2_block_size) {
   if constexpr (kExact) __builtin_assume(log2_block_size >= 0);
@@ -77,8 +82,22 @@ __global__ void __launch_bounds__(kMaxThreads)
   int64_t position = 0, slot = 0;
   bool in_table = false;
   Angles<kVec> angles[kUnits];
-  // Of the query's and of the key's norm, at each unit's two vectors.
-  Vector<T, kVec> weights[kNormed ? 2 : 1][kUnits][2];
+  // Of the norm of one head at a time, if it has one: at each unit's two vectors. They are loaded
+  // with the head or, where a thread has several and registers are short, when they are needed.
+  Vector<T, kVec> weights[kUnits][2];
+  const auto weight_of = [&](int head) {
+    return static_cast<const T*>(head < num_heads                  ? p.query_norm_weight
+                                 : head < num_heads + num_kv_heads ? p.key_norm_weight
+                                                                   : nullptr);
+  };
+  const auto load_weights = [&](const T* weight) {
+    if (weight == nullptr) return;
+#pragma unroll
+    for (int j = 0; j < kUnits; ++j) {
+      if (holds(units[j].first)) weights[j][0] = load_vector<kVec>(weight + units[j].first);
+      if (holds(units[j].second)) weights[j][1] = load_vector<kVec>(weight + units[j].second);
+    }
+  };
 
   // Every thread of a warp takes part in every round, for the sums of the norm.
   for (int first_head = 0; first_head < all_heads; first_head += num_groups * kHeads) {
@@ -115,21 +134,8 @@ __global__ void __launch_bounds__(kMaxThreads)
         if (holds(units[j].second)) b[h][j] = load_vector<kVec>(source + units[j].second);
       }
     }
+    if constexpr (kNormed && kHeads == 1) load_weights(weight_of(head_of(0)));
     if (first_head == 0) {
-      if constexpr (kNormed) {
-#pragma unroll
-        for (int kind = 0; kind < 2; ++kind) {
-          const T* weight =
-              static_cast<const T*>(kind == 0 ? p.query_norm_weight : p.key_norm_weight);
-          if (weight == nullptr) continue;
-#pragma unroll
-          for (int j = 0; j < kUnits; ++j) {
-            const auto [first, second, rotated] = units[j];
-            if (holds(first)) weights[kind][j][0] = load_vector<kVec>(weight + first);
-            if (holds(second)) weights[kind][j][1] = load_vector<kVec>(weight + second);
-          }
-        }
-      }
       const float* cos = p.cos_sin_cache + (in_table ? position : 0) * p.rotary_dim;
 #pragma unroll
       for (int j = 0; j < kUnits; ++j) {
@@ -157,17 +163,13 @@ __global__ void __launch_bounds__(kMaxThreads)
           sum += __shfl_xor_sync(0xffffffff, sum, offset);
         }
         const float factor = rsqrtf(sum / static_cast<float>(head_dim) + p.epsilon);
-        const bool normed = (is_query && p.query_norm_weight != nullptr) ||
-                            (is_key && p.key_norm_weight != nullptr);
+        const T* weight = weight_of(head);
+        if constexpr (kHeads > 1) load_weights(weight);
 #pragma unroll
         for (int j = 0; j < kUnits; ++j) {
-          if (!normed) continue;
-#pragma unroll
-          for (int second = 0; second < 2; ++second) {
-            const Vector<T, kVec> weight = is_query ? weights[0][j][second] : weights[1][j][second];
-            Vector<T, kVec>& x = second ? b[h][j] : a[h][j];
-            x = normalised(x, factor, weight);
-          }
+          if (weight == nullptr) continue;
+          a[h][j] = normalised(a[h][j], factor, weights[j][0]);
+          b[h][j] = normalised(b[h][j], factor, weights[j][1]);
         }
       }
 
