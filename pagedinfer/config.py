@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 import sys
 from collections.abc import Collection
@@ -10,6 +9,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from pagedinfer.parameter_checks import check_bool, check_choice
+from pagedinfer.vllm_names import hint
 
 BLOCK_SIZES = (8, 16, 32, 64)
 DTYPES = ("float32", "float16", "bfloat16")
@@ -129,12 +129,10 @@ class EngineConfig:
 
 
 def unknown_option_message(callee: str, name: str, known: Collection[str] | None = None) -> str:
-    """What a TypeError says about a parameter that does not exist, with the nearest one that does."""
+    """What a TypeError says about a parameter that does not exist, and what to do instead."""
     if known is None:
         known = [field.name for field in fields(EngineConfig)]
-    nearest = difflib.get_close_matches(name, known, n=1)
-    suggestion = f"; did you mean {nearest[0]!r}?" if nearest else ""
-    return f"{callee} has no parameter {name!r}{suggestion}"
+    return f"{callee} has no parameter {name!r}{hint(name, known)}"
 
 
 def _check_source(name: str, value: Any, what: str) -> None:

@@ -7,11 +7,12 @@ import numbers
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+from typing import Any, Self
 
 from pagedinfer.parameter_checks import check_bool, integer, real
 from pagedinfer.structured_outputs import StructuredOutputsParams
 from pagedinfer.unicode_text import check_unicode
+from pagedinfer.vllm_names import hint
 
 GREEDY_TEMPERATURE = 1e-5
 """Below this temperature a request is greedy."""
@@ -40,6 +41,7 @@ class SamplingParams:
     The filters apply in this order: temperature, top-k, top-p on the renormalised rest, min-p.
 
     Raises:
+        TypeError: a name that is none of these; the message has the nearest, or what to do instead.
         ValueError: a value of the wrong type or out of range (NaN and infinities always are); the message
             names the field, the value and the range.
     """
@@ -100,6 +102,14 @@ class SamplingParams:
     """What form the text must have; also a mapping with the fields of StructuredOutputsParams."""
     truncate_prompt_tokens: int | None = None
     """Keep only this many last tokens of the prompt; at least 1. -1: as many as leave room for max_tokens."""
+
+    def __new__(cls, **given: Any) -> Self:
+        for name in given:
+            if name not in cls.__dataclass_fields__:
+                raise TypeError(
+                    f"SamplingParams has no parameter {name!r}{hint(name, cls.__dataclass_fields__)}"
+                )
+        return object.__new__(cls)
 
     def __post_init__(self) -> None:
         for name in ("presence_penalty", "frequency_penalty"):

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
 
+from pagedinfer import vllm_names
 from pagedinfer.config import EngineConfig, unknown_option_message
+from pagedinfer.sampling_params import SamplingParams
 
 
 def test_defaults_are_valid() -> None:
@@ -71,4 +74,25 @@ def test_dtype_names(given: str, meant: str) -> None:
 
 def test_an_unknown_option_gets_a_suggestion() -> None:
     assert "did you mean 'max_num_seqs'?" in unknown_option_message("LLM", "max_seqs")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "speculative_config",
+        "pipeline_parallel_size",
+        "quantization",
+        "enable_lora",
+        "trust_remote_code",
+        "kv_cache_dtype",
+    ],
+)
+def test_what_vllm_has_says_what_to_do_without(name: str) -> None:
+    message = unknown_option_message("LLM", name)
+    assert message.startswith(f"LLM has no parameter {name!r}; vLLM has it, pagedinfer does not (yet): ")
+
+
+def test_no_name_of_ours_is_said_to_be_vllms_alone() -> None:
+    ours = {field.name for kind in (EngineConfig, SamplingParams) for field in dataclasses.fields(kind)}
+    assert not ours & (vllm_names._ABSENT.keys() | vllm_names._INSTEAD.keys())
     assert unknown_option_message("LLM", "zzz") == "LLM has no parameter 'zzz'"

@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+import copy
 import dataclasses
+import pickle
+import re
 from typing import Any
 
 import numpy as np
@@ -158,8 +161,26 @@ def test_stop_strings_need_text() -> None:
 def test_cannot_be_changed_unchecked() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         SamplingParams().top_p = 0  # type: ignore[misc]
-    with pytest.raises(TypeError, match="best_of"):
-        SamplingParams(best_of=2)  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("max_token", "did you mean 'max_tokens'?"),
+        ("guided_decoding", "use structured_outputs=StructuredOutputsParams(...)"),
+        ("best_of", "vLLM has it, pagedinfer does not (yet): ask for n choices"),
+        ("xyzzy", "SamplingParams has no parameter 'xyzzy'"),
+    ],
+)
+def test_an_unknown_name_says_what_to_do_instead(name: str, hint: str) -> None:
+    with pytest.raises(TypeError, match=re.escape(hint)):
+        SamplingParams(**{name: 2})
+
+
+def test_copies_are_equal() -> None:
+    params = SamplingParams(top_k=3, stop=["a"], logit_bias={1: 2.0})
+    assert pickle.loads(pickle.dumps(params)) == copy.deepcopy(params) == params
+    assert dataclasses.replace(params, top_k=4).top_k == 4
 
 
 # vllm PR#16529, #54195, PR#9634

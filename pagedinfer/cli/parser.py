@@ -13,6 +13,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from pagedinfer.vllm_names import hint
+
 _UNITS = {
     "": 1,
     "k": 10**3,
@@ -98,8 +100,9 @@ class Parser(argparse.ArgumentParser):
         if not word.startswith("-"):
             return f"unexpected argument {word!r}"
         name = word.partition("=")[0]
+        absent = hint(name.lstrip("-").replace("-", "_"), ())
         nearest = difflib.get_close_matches(name, [s for s in self._option_string_actions if len(s) > 2], n=1)
-        return f"unknown flag {name}" + (f"; did you mean {nearest[0]}?" if nearest else "")
+        return f"unknown flag {name}" + (absent or (f"; did you mean {nearest[0]}?" if nearest else ""))
 
     def _read_config(self, path: str) -> None:
         """Makes the values in a file the defaults of their flags."""

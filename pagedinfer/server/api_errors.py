@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,7 +13,7 @@ from starlette.responses import Response
 
 from pagedinfer.errors import EngineDeadError, QueueFullError, RequestFailedError, RequestTooLargeError
 from pagedinfer.sampling_params import SamplingParams
-from pagedinfer.server.request_models import INSTEAD
+from pagedinfer.vllm_names import hint
 
 _RETRY_AFTER_SECONDS = 1
 _LONGEST_MESSAGE = 2000
@@ -111,22 +110,13 @@ def validation_error(
         reason = first.get("ctx", {}).get("error", "")
         return invalid(f"the body is not valid JSON: {reason}")
     if first["type"] == "extra_forbidden" and param is not None:
-        hint = _hint(param, sorted(model.model_fields) if model is not None else [])
-        return invalid(f"there is no parameter {param[:100]!r}{hint}", param=param[:100])
+        known = sorted(model.model_fields) if model is not None else []
+        return invalid(f"there is no parameter {param[:100]!r}{hint(param, known)}", param=param[:100])
     message = str(first["msg"])
     if first["type"] == "missing" and param is not None:
         message = "is missing"
     name = param or "the body"
     return invalid(f"{name}: {message[:1].lower()}{message[1:]}", param=param and param[:100])
-
-
-def _hint(param: str, known: list[str]) -> str:
-    """What to write instead of a name that is none."""
-    instead = INSTEAD.get(param)
-    if instead is not None and instead.partition("=")[0] in known:
-        return f"; use {instead}"
-    nearest = difflib.get_close_matches(param, known, n=1)
-    return f"; did you mean {nearest[0]!r}?" if nearest else ""
 
 
 def encode_json(value: Any) -> bytes:

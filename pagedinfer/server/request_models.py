@@ -86,19 +86,6 @@ Tool = Annotated[
 Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
 Tools = Annotated[list[Tool], Field(max_length=MAX_TOOLS)]
 
-INSTEAD = {
-    "guided_json": 'structured_outputs={"json": ...}',
-    "guided_regex": 'structured_outputs={"regex": ...}',
-    "guided_choice": 'structured_outputs={"choice": [...]}',
-    "guided_grammar": 'structured_outputs={"grammar": ...}',
-    "functions": "tools",
-    "function_call": "tool_choice",
-    "enable_thinking": 'chat_template_kwargs={"enable_thinking": ...}',
-    "max_length": "max_tokens",
-    "num_return_sequences": "n",
-}
-"""What to say for what other servers, or older ones, call by these names."""
-
 
 class Body(BaseModel):
     """Of any request: strict types, and no unknown names."""

@@ -74,6 +74,13 @@ def test_an_unknown_command_gets_a_suggestion(capsys: pytest.CaptureFixture[str]
     assert captured.out == ""
 
 
+def test_a_flag_of_vllms_says_what_to_do_without(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "m", "--enable-lora"]) == 2
+    assert (
+        "unknown flag --enable-lora; vLLM has it, pagedinfer does not (yet): merge" in capsys.readouterr().err
+    )
+
+
 def test_an_unknown_flag_gets_a_suggestion(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["collect-env", "--jsn"]) == 2
     assert "unknown flag --jsn; did you mean --json?" in capsys.readouterr().err

@@ -176,6 +176,12 @@ def test_an_unknown_name_gets_a_suggestion(echo: Client) -> None:
         ("/v1/chat/completions", "functions", "use tools"),
         ("/v1/chat/completions", "enable_thinking", 'use chat_template_kwargs={"enable_thinking": ...}'),
         ("/v1/completions", "functions", ""),
+        (
+            "/v1/completions",
+            "lora_request",
+            "vLLM has it, pagedinfer does not (yet): merge the adapter into the checkpoint first, as peft's "
+            "merge_and_unload does",
+        ),
         ("/v1/completions", "max_new_tokens", "did you mean 'max_tokens'?"),
     ],
 )
