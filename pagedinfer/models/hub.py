@@ -216,7 +216,8 @@ class _Repository:
                 return action()
             except Exception as error:  # the client raises errors of several libraries
                 if wait is None or not is_transient(error):
-                    raise describe(error, self._id, self._revision, name, self._endpoint) from error
+                    # Without its cause: that is a hundred lines of the client's, and the message has it.
+                    raise describe(error, self._id, self._revision, name, self._endpoint) from None
                 logger.warning("%s of %s: %s; trying again in %g s", name or "files", self._id, error, wait)
                 time.sleep(wait)
         raise AssertionError("the last attempt returns or raises")
