@@ -36,6 +36,12 @@ def test_every_exported_name_is_there() -> None:
     run("from pagedinfer import *; LLM, LLMEngine, SamplingParams")
 
 
+def test_dir_lists_what_is_exported() -> None:
+    assert {name for name in dir(pagedinfer) if not name.startswith("__")} == {
+        name for name in pagedinfer.__all__ if not name.startswith("__")
+    }
+
+
 def test_an_unknown_name_is_an_attribute_error() -> None:
     run(
         """
