@@ -72,9 +72,9 @@ def run_server(
         ModelConfig.from_pretrained(config.model)  # what is wrong with it is said at once
     if config.chat_template is not None:
         read_template(config.chat_template)
-    _log_settings(config, settings)
     _allow_many_connections()
     listener = _listen_uds(uds) if uds is not None else _listen(host, port)
+    _log_settings(config, settings)
     _send_uvicorns_logs_to_ours(access_log)
     server = make_server(
         config,
