@@ -13,6 +13,7 @@ from pagedinfer.engine.engine import LLMEngine
 from pagedinfer.engine.input_processor import ProcessedPrompt, Prompt
 from pagedinfer.errors import RequestTooLargeError
 from pagedinfer.interrupt import deferred_interrupts
+from pagedinfer.logging import get_logger
 from pagedinfer.outputs import CompletionOutput, RequestOutput
 from pagedinfer.progress import ProgressBar
 from pagedinfer.sampling_params import RequestOutputKind, SamplingParams
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from pagedinfer.engine.stats import SchedulerStats
+
+logger = get_logger(__name__)
 
 T = TypeVar("T")
 
@@ -229,7 +232,7 @@ class LLM:
         Returns:
             One output for each prompt, in their order. A request that can never fit (its prompt fills the
             context, or its KV cache would be larger than there is) has the finish_reason "error" and its
-            `error` says why; the others are not affected.
+            `error` says why, and a warning is logged; the others are not affected.
 
         Raises:
             ValueError: a malformed prompt or parameter; nothing has run then.
@@ -343,6 +346,11 @@ class LLM:
             ValueError: no template, malformed messages, or messages that the template refuses; nothing has
                 run then.
         """
+        if not isinstance(messages, Sequence) or isinstance(messages, str):
+            raise ValueError(
+                f'messages must be a list of messages, {{"role": "user", "content": "..."}}, or a list of such '
+                f"lists, got {messages!r:.80}"
+            )
         template = ChatTemplate(self.get_tokenizer(), chat_template or self.llm_engine.chat_template)
         chats = cast("Sequence[Sequence[Message]]", [messages] if is_conversation(messages) else messages)
         prompts: list[Prompt] = []
@@ -394,7 +402,16 @@ class LLM:
                 for request_id in unfinished:
                     engine.abort_request(request_id)
                 raise
-        return [output for output in outputs.values() if output is not None]
+        finished = [output for output in outputs.values() if output is not None]
+        errors = [output.error for output in finished if output.error is not None]
+        if errors:
+            logger.warning(
+                "%d of %d requests failed, as their `error` says; the first: %s",
+                len(errors),
+                len(finished),
+                errors[0],
+            )
+        return finished
 
     def _priorities(self, priority: Sequence[int] | None, count: int) -> list[int]:
         if priority is None:

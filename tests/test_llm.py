@@ -237,13 +237,17 @@ def test_max_tokens_must_be_positive(max_tokens: Any) -> None:
         SamplingParams(max_tokens=max_tokens)
 
 
-def test_a_request_larger_than_the_cache_fails_alone(tiny_llama: TinyModel) -> None:
+def test_a_request_larger_than_the_cache_fails_alone(
+    tiny_llama: TinyModel, caplog: pytest.LogCaptureFixture
+) -> None:
     """The pool holds 32 tokens, and so does the longest request; the context is lowered to that."""
     with LLM(tiny_llama.path, **OPTIONS | {"num_gpu_blocks_override": 2}) as llm:
         outputs = llm.generate(prompts_of(10, 40, 10), GREEDY, use_tqdm=False)
     assert [output.outputs[0].finish_reason for output in outputs] == ["length", "error", "length"]
     assert outputs[1].error is not None
     assert "max_model_len=32" in outputs[1].error
+    warnings = [record.message for record in caplog.records if "failed" in record.message]
+    assert warnings == [f"1 of 3 requests failed, as their `error` says; the first: {outputs[1].error}"]
 
 
 # ---- one call after another ------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -75,3 +76,10 @@ def test_one_malformed_chat_stops_the_call_before_anything_runs(llm: LLM) -> Non
     with pytest.raises(ValueError, match="message 0 must be an object with a role"):
         llm.chat([CHATS[0], [{"content": "Hi"}]], GREEDY, use_tqdm=False, chat_template=TEMPLATE)
     assert not llm.llm_engine.has_unfinished_requests()
+
+
+@pytest.mark.parametrize("messages", ["Hi", {"role": "user", "content": "Hi"}, 3])
+def test_what_is_no_list_of_messages_is_named_whole(llm: LLM, messages: Any) -> None:
+    with pytest.raises(ValueError, match="messages must be a list") as error:
+        llm.chat(messages)
+    assert repr(messages) in str(error.value)
