@@ -348,7 +348,7 @@ class LLM:
         """
         if not isinstance(messages, Sequence) or isinstance(messages, str):
             raise ValueError(
-                f'messages must be a list of messages, {{"role": "user", "content": "..."}}, or a list of such '
+                f'messages must be a list of {{"role": "user", "content": "..."}}, or a list of such '
                 f"lists, got {messages!r:.80}"
             )
         template = ChatTemplate(self.get_tokenizer(), chat_template or self.llm_engine.chat_template)
