@@ -18,8 +18,8 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel of this tree."""
+def built() -> None:
+    """Skips where a wheel would compile everything."""
     sys.path.insert(0, str(ROOT / "scripts"))
     from kernel_build.cmake_build import find_settings
     from kernel_build.errors import BuildError
@@ -30,6 +30,11 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
         pytest.skip(str(error))
     if not (ROOT / "build" / key / "modules/_kernels.so").exists():
         pytest.skip("needs `make build` first: this would compile everything")
+
+
+@pytest.fixture(scope="module")
+def wheel(built: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel of this tree."""
     target = tmp_path_factory.mktemp("wheel")
     command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation"]
     result = subprocess.run(
@@ -81,3 +86,24 @@ def test_the_modules_name_no_folder_of_this_machine(wheel: Path) -> None:
             # A run path would be one of these, ending a string in the dynamic section.
             assert not re.search(rb"/site-packages/torch/lib\0", content), name
             assert str(ROOT / "build").encode() not in content, name
+
+
+def test_an_editable_install_is_found_from_beside_the_clone(built: None, tmp_path: Path) -> None:
+    # `git clone ... pagedinfer`, and a script in the folder where that was said.
+    code = f"from setuptools.build_meta import build_editable; build_editable({str(tmp_path)!r})"
+    result = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    (wheel,) = tmp_path.glob("*.whl")
+    site = tmp_path / "site"
+    zipfile.ZipFile(wheel).extractall(site)
+    (tmp_path / "pagedinfer").mkdir()
+    script = tmp_path / "script.py"
+    script.write_text(
+        f"import site; site.addsitedir({str(site)!r})\n"
+        "import pagedinfer; print(pagedinfer.__file__); pagedinfer.SamplingParams()\n"
+    )
+    # -S: without what is installed in this environment.
+    result = subprocess.run([sys.executable, "-S", str(script)], capture_output=True, text=True, check=False)
+    assert result.stdout.strip() == str(ROOT / "pagedinfer" / "__init__.py"), result.stderr
