@@ -46,6 +46,14 @@ class ModelConfig:
     options: Mapping[str, Any]
     """config.json over the defaults of its family, for what only the family knows."""
 
+    def check_max_model_len(self, max_model_len: int | None) -> None:
+        """Raises ValueError if it is longer than the model's; None: the model's."""
+        if max_model_len is not None and max_model_len > self.max_model_len:
+            raise ValueError(
+                f"max_model_len must be at most {self.max_model_len} tokens, which is what the model takes, got "
+                f"{max_model_len}"
+            )
+
     @classmethod
     def from_pretrained(cls, path: str | Path) -> ModelConfig:
         """Reads the configuration in a checkpoint's folder, or that in a GGUF file.

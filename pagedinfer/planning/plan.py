@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from pagedinfer.distributed.limits import check_tensor_parallel_size
 from pagedinfer.models.model_config import ModelConfig
 from pagedinfer.planning.gpus import Gpu
 from pagedinfer.planning.memory import CONTEXT_BYTES, OUTSIDE_BYTES, graph_bytes, step_bytes
@@ -92,13 +93,16 @@ def make_plan(config: ModelConfig, gpu: Gpu, settings: Settings = Settings()) ->
     """The plan of a model on one or several GPUs.
 
     Raises:
-        ValueError: a dtype that there is not.
+        ValueError: a dtype that there is not, or what an engine would refuse too: a max_model_len beyond the
+            model's, a number of GPUs that does not divide it.
         OutOfMemoryError: it does not fit; the message says what would.
     """
     dtype = settings.dtype or config.dtype or "bfloat16"
     if dtype not in DTYPE_BYTES:
         raise ValueError(f"dtype must be one of {', '.join(DTYPE_BYTES)}, got {dtype!r}")
     width, ranks = DTYPE_BYTES[dtype], settings.tensor_parallel_size
+    config.check_max_model_len(settings.max_model_len)
+    check_tensor_parallel_size(config, ranks)
     seqs, tokens = default_limits(gpu.memory)
     seqs, tokens = settings.max_num_seqs or seqs, settings.max_num_batched_tokens or tokens
     wanted_len = settings.max_model_len or config.max_model_len

@@ -100,12 +100,7 @@ class Worker:
         config, model_config, group = self._config, self._model_config, self._group
         self._meter = GpuMemoryMeter(self.device) if self.device.type == "cuda" else None
         self.max_num_seqs, self.max_num_batched_tokens = group.least(self._limits())
-        wanted_len = config.max_model_len
-        if wanted_len is not None and wanted_len > model_config.max_model_len:
-            raise ValueError(
-                f"max_model_len must be at most {model_config.max_model_len} tokens, which is what the "
-                f"model takes, got {wanted_len}"
-            )
+        model_config.check_max_model_len(config.max_model_len)
         self._shape = KVCacheShape(
             num_layers=model_config.num_layers,
             num_kv_heads=shard_heads(model_config.num_heads, model_config.num_kv_heads, group).kv.size,

@@ -197,6 +197,14 @@ def test_what_does_not_fit_says_what_would() -> None:
         make_plan(config, find_gpu("24GiB"), Settings(dtype="int3"))
 
 
+def test_what_an_engine_refuses_is_not_planned() -> None:
+    config, gpu = ModelConfig.from_dict(LLAMA_3_8B), find_gpu("H200")
+    with pytest.raises(ValueError, match=r"max_model_len must be at most 8192 tokens.*got 8193"):
+        make_plan(config, gpu, Settings(max_model_len=8193))
+    with pytest.raises(ValueError, match="tensor_parallel_size=3 does not divide this model"):
+        make_plan(config, gpu, Settings(tensor_parallel_size=3))
+
+
 @pytest.mark.parametrize(
     ("text", "name", "gib"),
     [
