@@ -119,7 +119,7 @@ class SamplingBody(Body):
     )
     stop_token_ids: TokenIds | None = Field(None, description="tokens that end the answer")
     ignore_eos: bool | None = Field(None, description="go on after the end-of-sequence token")
-    max_tokens: int | None = Field(None, description="the most tokens to generate")
+    max_tokens: int | None = Field(None, description="the most tokens to generate; fewer if the context ends")
     min_tokens: int | None = Field(None, description="nothing ends the answer before so many tokens")
     prompt_logprobs: int | None = Field(None, description="log-probabilities of the prompt's tokens")
     skip_special_tokens: bool | None = Field(None, description="leave special tokens out of the text")
