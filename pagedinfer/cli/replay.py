@@ -79,6 +79,11 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"Replayed {len(trace.steps):,} steps with the trace's own parameters: {again}.")
         print(f"Cost model: {costs.describe()}.\n")
         print(comparison.text(runs))
+        if trace.refused:
+            print(
+                "Requests refused by the trace's engine and not replayed, since the trace lacks their lengths: "
+                f"{len(trace.refused):,}"
+            )
     if arguments.plot:
         comparison.plot(runs, arguments.plot)
     return 1 if num_different else 0

@@ -227,9 +227,11 @@ def test_a_name_that_was_used_twice(make_rig: MakeRig, path: Path) -> None:
 
 
 def test_the_commands(make_rig: MakeRig, path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    rig = make_rig(max_num_seqs=2)
+    rig = make_rig(max_num_seqs=2, max_model_len=32)
     for i in range(4):
         rig.add(f"r{i}", prompt_of(8, first=9 * i), max_tokens=6)
+    with pytest.raises(RequestTooLargeError):
+        rig.add("huge", prompt_of(40))
     rig.run()
     rig.scheduler.close()  # type: ignore[attr-defined]
     assert main(["explain", str(path)]) == 0
@@ -242,6 +244,10 @@ def test_the_commands(make_rig: MakeRig, path: Path, capsys: pytest.CaptureFixtu
     assert "the same schedule" in text
     assert "max_num_seqs=4, preemption_mode=swap" in text
     assert "output tokens/s" in text
+    assert (
+        "Requests refused by the trace's engine and not replayed, since the trace lacks their lengths: 1"
+        in text
+    )
     plot = path.with_suffix(".svg")
     if main(["replay", str(path), "--plot", str(plot), "--json"]) == 0:
         assert plot.read_text().count("<path") > 10
