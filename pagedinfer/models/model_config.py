@@ -50,8 +50,8 @@ class ModelConfig:
         """Raises ValueError if it is longer than the model's; None: the model's."""
         if max_model_len is not None and max_model_len > self.max_model_len:
             raise ValueError(
-                f"max_model_len must be at most {self.max_model_len} tokens, which is what the model takes, got "
-                f"{max_model_len}"
+                f"max_model_len must be at most {self.max_model_len} tokens, which is what the model takes, "
+                f"got {max_model_len}"
             )
 
     @classmethod
