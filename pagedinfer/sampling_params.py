@@ -71,8 +71,8 @@ class SamplingParams:
     ignore_eos: bool = False
     """Go on after an end-of-sequence token."""
     max_tokens: int | None = 16
-    """Most tokens to generate; at least 1. None: as many as the context (max_model_len) has room for. Where it
-    has less room than this, the output ends there with the finish_reason "length"."""
+    """Most tokens to generate; at least 1. None: as many as the context (max_model_len) has room for. Where
+    that is less than this, the output ends there with the finish_reason "length"."""
     min_tokens: int = 0
     """Neither EOS nor a stop ends the generation before this many tokens; 0 to max_tokens."""
     logprobs: int | None = None

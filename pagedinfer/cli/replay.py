@@ -81,7 +81,7 @@ def run(arguments: argparse.Namespace) -> int:
         print(comparison.text(runs))
         if trace.refused:
             print(
-                "Requests refused by the trace's engine and not replayed, since the trace lacks their lengths: "
+                "Requests that were refused and are not replayed, since the trace lacks their lengths: "
                 f"{len(trace.refused):,}"
             )
     if arguments.plot:
