@@ -244,10 +244,7 @@ def test_the_commands(make_rig: MakeRig, path: Path, capsys: pytest.CaptureFixtu
     assert "the same schedule" in text
     assert "max_num_seqs=4, preemption_mode=swap" in text
     assert "output tokens/s" in text
-    assert (
-        "Requests refused by the trace's engine and not replayed, since the trace lacks their lengths: 1"
-        in text
-    )
+    assert "refused and are not replayed, since the trace lacks their lengths: 1" in text
     plot = path.with_suffix(".svg")
     if main(["replay", str(path), "--plot", str(plot), "--json"]) == 0:
         assert plot.read_text().count("<path") > 10
