@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import pagedinfer
 
+_WAITS = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
 
-def run(code: str) -> str:
+
+def run(code: str, environment: Mapping[str, str] | None = None) -> str:
+    command = [sys.executable, "-c", code]
     return subprocess.run(
-        [sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=120
+        command, check=True, capture_output=True, text=True, timeout=120, env=environment
     ).stdout
 
 
@@ -34,6 +39,17 @@ print(seconds)
 def test_every_exported_name_is_there() -> None:
     print(run("import pagedinfer; print([getattr(pagedinfer, name) for name in pagedinfer.__all__])"))
     run("from pagedinfer import *; LLM, LLMEngine, SamplingParams")
+
+
+def test_threads_do_not_spin_for_long_unless_told_otherwise() -> None:
+    code = "import os, pagedinfer; print(os.environ.get('GOMP_SPINCOUNT'))"
+    said = {name: value for name, value in os.environ.items() if name not in _WAITS}
+    for told, count in (
+        ({}, "10000"),
+        ({"GOMP_SPINCOUNT": "7"}, "7"),
+        ({"OMP_WAIT_POLICY": "active"}, "None"),
+    ):
+        assert run(code, said | told).strip() == count
 
 
 def test_dir_lists_what_is_exported() -> None:

@@ -35,8 +35,10 @@ H200 = CudaDevice("NVIDIA H200", (9, 0), (13, 0))
 class Provoke:
     """One method for each message, by the order of the guide; each returns or raises the message."""
 
-    def __init__(self, tiny: TinyModel, patch: pytest.MonkeyPatch, folder: Path) -> None:
-        self.tiny, self.patch, self.folder = tiny, patch, folder
+    def __init__(
+        self, tiny: TinyModel, patch: pytest.MonkeyPatch, folder: Path, log: pytest.LogCaptureFixture
+    ) -> None:
+        self.tiny, self.patch, self.folder, self.log = tiny, patch, folder, log
 
     def worker(self, **options: Any) -> None:
         config = EngineConfig(model=self.tiny.path, device="cpu", **options)
@@ -73,6 +75,12 @@ class Provoke:
         self.patch.setattr(torch.version, "cuda", None)
         check_cuda_device()
 
+    def busy_cores(self) -> str:
+        self.patch.setattr("os.getloadavg", lambda: (1e3, 0.0, 0.0))
+        self.log.clear()
+        self.worker(num_gpu_blocks_override=4, load_format="dummy")
+        return self.log.text
+
     def other_tensors(self) -> None:
         mixed = ModelConfig.from_pretrained(self.tiny.path)
         assert mixed.options["num_hidden_layers"] > 1
@@ -108,6 +116,7 @@ WAYS: list[Callable[[Provoke], object]] = [
     lambda p: ModelConfig.from_dict({"architectures": ["MambaForCausalLM"]}),
     lambda p: p.config(quantization_config={"quant_method": "gptq"}),
     Provoke.other_tensors,
+    Provoke.busy_cores,
 ]
 
 
@@ -118,9 +127,10 @@ def test_the_message_is_what_one_sees(
     tiny_llama: TinyModel,
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     try:
-        seen = str(way(Provoke(tiny_llama, monkeypatch, tmp_path)))
+        seen = str(way(Provoke(tiny_llama, monkeypatch, tmp_path, caplog)))
     except Exception as error:
         seen = str(error)
     assert message in seen

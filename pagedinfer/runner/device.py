@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import torch
@@ -11,6 +12,8 @@ from pagedinfer.errors import DeviceError
 from pagedinfer.logging import get_logger
 
 logger = get_logger(__name__)
+
+_BUSY_LOAD = 1.5  # programs that want a core, for each
 
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 _NATIVE_FLAGS = {
@@ -37,6 +40,18 @@ def resolve_device(name: str) -> torch.device:
         logger.info("the CPU is used: %s", error)
         return torch.device("cpu")
     return torch.device("cuda", index)
+
+
+def warn_if_busy(device: torch.device) -> None:
+    """Logs a warning if the device is the CPU and other programs keep its cores busy."""
+    load, cores = os.getloadavg()[0], len(os.sched_getaffinity(0))
+    if device.type == "cpu" and load > _BUSY_LOAD * cores:
+        logger.warning(
+            "other programs keep the cores busy (load average %.1f on %d): steps may take far longer; "
+            "OMP_WAIT_POLICY=passive or OMP_NUM_THREADS=1 makes the most of what is left",
+            load,
+            cores,
+        )
 
 
 def resolve_dtype(name: str, checkpoint: str | None, device: torch.device) -> torch.dtype:

@@ -27,7 +27,7 @@ from pagedinfer.models.hub import fetch_tokenizer
 from pagedinfer.models.model_config import ModelConfig
 from pagedinfer.models.registry import build_model
 from pagedinfer.models.weights import load_weights
-from pagedinfer.runner.device import resolve_device, resolve_dtype
+from pagedinfer.runner.device import resolve_device, resolve_dtype, warn_if_busy
 from pagedinfer.runner.graph_sizes import decode_sizes, forward_sizes
 from pagedinfer.runner.kv_cache import KVCache, KVCacheShape
 from pagedinfer.runner.memory import (
@@ -90,6 +90,8 @@ class Worker:
         self._num_known_tokens = num_known_tokens
         self.device = resolve_device(config.device)
         self.dtype = resolve_dtype(config.dtype, model_config.dtype, self.device)
+        if group.rank == 0:
+            warn_if_busy(self.device)
         self._config = config
         self._model_config = model_config
         # Ranks do not take turns: two groups of them could wait for each other.
