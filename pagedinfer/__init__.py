@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 # On a CPU, OpenMP's threads wait for each other at every layer. libgomp lets them spin for 300,000 rounds,
-# tens of milliseconds, before they sleep; where other programs want the cores, those hold up the rest. It reads this when torch loads it. docs/troubleshooting.md has the figures.
+# tens of milliseconds, before they sleep; where other programs want the cores, those hold up the rest. It
+# reads this when torch loads it. docs/troubleshooting.md has the figures.
 if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
