@@ -122,12 +122,14 @@ class StepPlanner:
         """
         done = 0
         while self.waiting and done < len(self.running):
-            priority = self.waiting.first().urgency[0]
-            peers = self.running.num_at_least_as_urgent(priority)
+            request = self.waiting.first()
+            peers = self.running.num_at_least_as_urgent(request.urgency[0])
             if peers == len(self.running):
                 break
             self._schedule_running(step, done, peers)
             done = min(peers, len(self.running))
+            if self.waiting.first() is not request:
+                continue  # one of them had to give way, and is first now
             if not self._admit_first(step):
                 break
             done += 1

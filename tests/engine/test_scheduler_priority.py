@@ -211,3 +211,30 @@ def test_a_short_urgent_prompt_has_every_other_step_to_itself() -> None:
     assert [work.request_id for work in rig.batch.requests] == ["equal", "long", "decoding"]
     rig.run()
     rig.check_outputs()
+
+
+def test_whoever_gives_way_is_not_admitted_in_the_same_step() -> None:
+    """Not even when all who were to have their turn before a newcomer had to give way, or stopped short."""
+    rig = priority_rig(
+        max_num_seqs=8,
+        num_blocks=23,
+        block_size=1,
+        max_num_batched_tokens=20,
+        enable_prefix_caching=False,
+        long_prefill_token_threshold=5,
+        preemption_mode="recompute",
+    )
+    rig.add("first", prompt_of(8), max_tokens=8, priority=0)
+    for _ in range(5):
+        rig.step()
+    rig.add("third", prompt_of(1, first=20), max_tokens=12, priority=2)
+    rig.add("last", prompt_of(1, first=30), max_tokens=12, priority=5)
+    rig.step()
+    rig.add("second", prompt_of(10, first=5), max_tokens=2, priority=1)
+    rig.step()
+    rig.add("newcomer", prompt_of(5, first=11), max_tokens=2, priority=3)
+    rig.step()
+    assert {each.request_id for each in rig.scheduler.preempted} == {"third", "last"}
+    assert [work.request_id for work in rig.batch.requests] == ["first"]
+    rig.run()
+    rig.check_outputs()
