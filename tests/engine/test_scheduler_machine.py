@@ -182,10 +182,17 @@ class SchedulerMachine(RuleBasedStateMachine):
             return
         assert self.urgent is None
         self.num_urgent += 1
-        if not first:
+        if not first or self.moves_wait(batch):
             self.execute_all()
         self.urgent = Launched(batch)
         self.urgent.output = self.rig.runner.execute_urgent(batch).result()
+
+    def moves_wait(self, batch: Batch) -> bool:
+        """Whether it writes CPU blocks that steps before it move: moves begin in the order of launches."""
+        before = [step.batch for step in self.to_execute]
+        moved = {to for each in before for _, to in each.swaps_out}
+        moved.update(source for each in before for source, _ in each.swaps_in)
+        return not moved.isdisjoint(to for _, to in batch.swaps_out)
 
     @rule()
     def urgent_result(self) -> None:
