@@ -41,20 +41,31 @@ def _only_one(name: str) -> Iterator[None]:
         yield
         return
     try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            logger.info("another engine is starting on this GPU; waiting until it has")
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        with suppress(OSError):  # a file system without locks
+            _lock(descriptor)
         yield
     finally:
-        fcntl.flock(descriptor, fcntl.LOCK_UN)  # a process that was forked meanwhile holds the file, too
+        with suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_UN)  # a process forked meanwhile holds the file, too
         os.close(descriptor)
+
+
+def _lock(descriptor: int) -> None:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        logger.info("another engine is starting on this GPU; waiting until it has")
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
 
 
 def _open(path: Path) -> int | None:
     """A descriptor of a file that is there from now on, whoever made it; None where none can be."""
-    for creating in (0, os.O_CREAT):  # some systems let nobody "create" what somebody else has
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK  # nor wait for a writer, should it be a pipe
+    with suppress(OSError):  # some systems let nobody "create" what somebody else has
+        return os.open(path, flags)
+    with suppress(OSError):
+        descriptor = os.open(path, flags | os.O_CREAT, 0o644)
         with suppress(OSError):
-            return os.open(path, os.O_RDONLY | os.O_NOFOLLOW | creating, 0o644)
+            os.fchmod(descriptor, 0o644)  # for other users too, whatever the umask
+        return descriptor
     return None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import logging
 import os
 import subprocess
@@ -82,6 +84,42 @@ def test_no_folder_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "none"))
     with _only_one("gpu"):
         pass
+
+
+@pytest.mark.usefixtures("folder")
+def test_a_file_system_without_locks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As some of clusters are; on NFS a descriptor to read from takes no exclusive one."""
+
+    def refuse(descriptor: int, operation: int) -> None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with _only_one("gpu"):
+        pass
+
+
+def test_users_share_the_file_whatever_their_umask(folder: Path) -> None:
+    umask = os.umask(0o077)
+    try:
+        with _only_one("gpu"):
+            pass
+    finally:
+        os.umask(umask)
+    [file] = folder.iterdir()
+    assert file.stat().st_mode & 0o777 == 0o644
+
+
+def test_a_pipe_in_its_place_holds_nobody_up(folder: Path) -> None:
+    os.mkfifo(folder / "pagedinfer-gpu.lock")
+    descriptors: list[int | None] = []
+    opening = threading.Thread(
+        target=lambda: descriptors.append(_open(folder / "pagedinfer-gpu.lock")), daemon=True
+    )
+    opening.start()
+    opening.join(10)
+    assert not opening.is_alive()
+    for descriptor in filter(None, descriptors):
+        os.close(descriptor)
 
 
 def test_a_cpu_has_no_turns(folder: Path) -> None:
