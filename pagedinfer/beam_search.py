@@ -43,15 +43,20 @@ class BeamSearchParams:
     max_tokens."""
 
     def __post_init__(self) -> None:
-        integer("beam_width", self.beam_width, 1, MAX_BEAM_WIDTH)
-        integer("max_tokens", self.max_tokens, 1)
+        self._set("beam_width", integer("beam_width", self.beam_width, 1, MAX_BEAM_WIDTH))
+        self._set("max_tokens", integer("max_tokens", self.max_tokens, 1))
         check_bool("ignore_eos", self.ignore_eos)
         check_bool("include_stop_str_in_output", self.include_stop_str_in_output)
         if self.temperature != 0.0:
             raise ValueError(f"temperature must be 0: beam search draws nothing, got {self.temperature!r}")
-        real("length_penalty", self.length_penalty, -MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY)
-        if self.early_stopping not in (True, False, "never"):
-            raise ValueError(f'early_stopping must be True, False or "never", got {self.early_stopping!r}')
+        most = MAX_LENGTH_PENALTY
+        self._set("length_penalty", real("length_penalty", self.length_penalty, -most, most))
+        stopping = self.early_stopping
+        if not isinstance(stopping, bool) and not (isinstance(stopping, str) and stopping == "never"):
+            raise ValueError(f'early_stopping must be True, False or "never", got {stopping!r}')
+
+    def _set(self, name: str, value: object) -> None:
+        object.__setattr__(self, name, value)
 
 
 @dataclass(slots=True)

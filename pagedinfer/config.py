@@ -72,7 +72,8 @@ class EngineConfig:
     generation_config: str = "auto"  # "auto", "vllm" or a folder
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "dtype", _DTYPE_ALIASES.get(self.dtype, self.dtype))
+        if isinstance(self.dtype, str):
+            object.__setattr__(self, "dtype", _DTYPE_ALIASES.get(self.dtype, self.dtype))
         _check_source("model", self.model, "a folder, a GGUF file or a hub id")
         if self.tokenizer is not None:
             _check_source("tokenizer", self.tokenizer, "a folder or a hub id")

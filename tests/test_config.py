@@ -27,6 +27,7 @@ def test_defaults_are_valid() -> None:
         ("skip_tokenizer_init", 1),
         ("dtype", "int8"),
         ("dtype", 16),
+        ("dtype", ["float32"]),
         ("load_format", "pickle"),
         ("device", "tpu"),
         ("seed", -1),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -230,6 +231,15 @@ def test_logits_that_cannot_be_used_end_the_search(
         assert len(llm.beam_search("Hello", params)[0].sequences) == 2
 
 
+def test_numbers_of_numpy_are_numbers_from_then_on() -> None:
+    """As those of SamplingParams are."""
+    given = {"beam_width": np.int64(2), "max_tokens": np.int8(100), "length_penalty": np.float16(1.5)}
+    params = BeamSearchParams(**given)  # type: ignore[arg-type]
+    kinds = [type(value) for value in (params.beam_width, params.max_tokens, params.length_penalty)]
+    assert kinds == [int, int, float]
+    assert params == BeamSearchParams(beam_width=2, max_tokens=100, length_penalty=1.5)
+
+
 def test_what_cannot_be(tiny_llama: TinyModel) -> None:
     for options, message in (
         ({"beam_width": 0}, "beam_width must be an integer in \\[1, 64\\], got 0"),
@@ -239,6 +249,7 @@ def test_what_cannot_be(tiny_llama: TinyModel) -> None:
         ({"length_penalty": 1e308}, "got 1e\\+308"),  # would fail once tokens ** length_penalty is taken
         ({"length_penalty": -(10**400)}, "got -1000"),
         ({"early_stopping": "always"}, "early_stopping must be True, False"),
+        ({"early_stopping": 1}, "early_stopping must be True, False"),
         ({"ignore_eos": 1}, "ignore_eos must be True or False, got 1"),
     ):
         with pytest.raises(ValueError, match=message):
