@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import sys
 from collections.abc import Collection
 from dataclasses import dataclass, fields
 from typing import Any, Literal
@@ -15,6 +13,7 @@ BLOCK_SIZES = (8, 16, 32, 64)
 DTYPES = ("float32", "float16", "bfloat16")
 MAX_NUM_SEQS = 1 << 16  # each has its own row in tables on the device and on the host
 MAX_NUM_BATCHED_TOKENS = 1 << 24
+MAX_BYTES = 1 << 60  # no machine comes near, and a float can hold it
 LOAD_FORMATS = ("auto", "safetensors", "pt", "gguf", "dummy")
 _DTYPE_ALIASES = {"float": "float32", "half": "float16"}
 
@@ -109,8 +108,8 @@ class EngineConfig:
         _check_int("seed", self.seed, 0, 2**64 - 1)
         _check_float("gpu_memory_utilization", self.gpu_memory_utilization, 0.0, 1.0, above_low=True)
         for name, low, high, unit in (
-            ("kv_cache_memory_bytes", 1, None, "bytes"),
-            ("num_gpu_blocks_override", 1, None, "blocks"),
+            ("kv_cache_memory_bytes", 1, MAX_BYTES, "bytes"),
+            ("num_gpu_blocks_override", 1, MAX_BYTES, "blocks"),
             ("max_model_len", 2, None, "tokens"),  # of a prompt and of an output
             ("max_num_seqs", 1, MAX_NUM_SEQS, "requests"),
             ("max_num_batched_tokens", 1, MAX_NUM_BATCHED_TOKENS, "tokens"),
@@ -126,7 +125,7 @@ class EngineConfig:
         _check_int("max_logprobs", self.max_logprobs, -1)
         _check_source("generation_config", self.generation_config, '"auto", "vllm" or a folder')
         if self.swap_space is not None:
-            _check_float("swap_space", self.swap_space, 0.0, math.inf, unit="GiB")
+            _check_float("swap_space", self.swap_space, 0.0, MAX_BYTES >> 30, unit="GiB")
 
 
 def unknown_option_message(callee: str, name: str, known: Collection[str] | None = None) -> str:
@@ -168,12 +167,7 @@ def _check_float(
     unit: str = "",
 ) -> None:
     right = isinstance(value, int | float) and not isinstance(value, bool)
-    right = right and abs(value) <= sys.float_info.max  # neither NaN nor too large an integer
-    on_edge = right and ((above_low and value == low) or (below_high and value == high))
-    if not right or not low <= value <= high or on_edge:
-        where = (
-            f"of at least {low:g}"
-            if high == math.inf
-            else f"in {'(' if above_low else '['}{low:g}, {high:g}{')' if below_high else ']'}"
-        )
+    right = right and low <= value <= high  # NaN fails the comparison
+    if not right or (above_low and value == low) or (below_high and value == high):
+        where = f"in {'(' if above_low else '['}{low:g}, {high:g}{')' if below_high else ']'}"
         raise ValueError(f"{name} must be a number {where}{' ' * bool(unit)}{unit}, got {value!r}")

@@ -39,7 +39,9 @@ def test_defaults_are_valid() -> None:
         ("gpu_memory_utilization", "half"),
         ("kv_cache_memory_bytes", 0),
         ("kv_cache_memory_bytes", 1.5),
+        ("kv_cache_memory_bytes", 10**400),
         ("num_gpu_blocks_override", 0),
+        ("num_gpu_blocks_override", 10**400),
         ("block_size", 12),
         ("block_size", 1),
         ("block_size", 16.0),
@@ -58,6 +60,7 @@ def test_defaults_are_valid() -> None:
         ("enforce_eager", 1),
         ("swap_space", -1.0),
         ("swap_space", float("inf")),
+        ("swap_space", 1e300),
         ("swap_space", 10**400),
     ],
 )
