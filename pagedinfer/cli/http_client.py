@@ -38,13 +38,18 @@ class ServerUrl:
         """From such as "127.0.0.1:8000", "http://127.0.0.1:8000" or "https://host/prefix/v1".
 
         Raises:
-            ValueError: another scheme, or no host.
+            ValueError: another scheme, no host, or a port that there is not.
         """
-        parts = urlsplit(url if "://" in url else f"http://{url}")
+        needed = f"a URL such as http://127.0.0.1:8000 is needed, got {url!r}"
+        try:
+            parts = urlsplit(url if "://" in url else f"http://{url}")
+            port = parts.port
+        except ValueError as error:
+            raise ValueError(f"{needed}: {error}") from None
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ValueError(f"a URL such as http://127.0.0.1:8000 is needed, got {url!r}")
+            raise ValueError(needed)
         is_tls = parts.scheme == "https"
-        port = parts.port or (443 if is_tls else 80)
+        port = port or (443 if is_tls else 80)
         return cls(is_tls, parts.hostname, port, parts.netloc, parts.path.rstrip("/").removesuffix("/v1"))
 
 

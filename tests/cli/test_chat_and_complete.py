@@ -62,6 +62,8 @@ def test_errors_are_one_line(
     assert "cannot be talked to" in capsys.readouterr().err
     assert main(["complete", "--url", "ftp://x", "-p", "x"]) == 1
     assert "a URL such as" in capsys.readouterr().err
+    assert main(["complete", "--url", "http://x:99999", "-p", "x"]) == 1
+    assert "is needed, got 'http://x:99999': Port out of range" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("one_thread")
