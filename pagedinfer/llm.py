@@ -51,7 +51,7 @@ class LLM:
         chat_template: for `chat`, instead of the tokenizer's: a Jinja template, or the path of a file with
             one.
         dtype: of weights, activations and KV cache: "float32", "float16" or "bfloat16". "auto": the
-            checkpoint's, but float32 on a CPU that does not compute in that.
+            checkpoint's, but float32 on a CPU that is slower in that (x86 without AVX2).
         load_format: "safetensors"; "pt" for .bin files, read so that nothing in them can run; "gguf"; or
             "dummy" for random weights, for which config.json is enough. "auto": what the model's path is, and
             of a folder its safetensors where there are any, else its .bin files.

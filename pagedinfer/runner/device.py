@@ -16,10 +16,11 @@ logger = get_logger(__name__)
 _BUSY_LOAD = 1.5  # programs that want a core, for each
 
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-_NATIVE_FLAGS = {
-    # What /proc/cpuinfo says of a CPU with matrix instructions for the dtype: x86 and Arm.
-    torch.bfloat16: {"avx512_bf16", "amx_bf16", "bf16"},
-    torch.float16: {"avx512_fp16", "amx_fp16", "asimdhp"},
+_FAST_FLAGS = {
+    # What /proc/cpuinfo says of a CPU that is faster in the dtype than in float32: it multiplies matrices in
+    # it (x86 and Arm), or our own linear layers convert weights as they read them, which takes AVX2.
+    torch.bfloat16: {"avx512_bf16", "amx_bf16", "bf16", "avx2"},
+    torch.float16: {"avx512_fp16", "amx_fp16", "asimdhp", "avx2"},
 }
 
 
@@ -55,19 +56,19 @@ def warn_if_busy(device: torch.device) -> None:
 
 
 def resolve_dtype(name: str, checkpoint: str | None, device: torch.device) -> torch.dtype:
-    """The torch dtype of a name; "auto" is the checkpoint's, or float32 on a CPU that has not got that."""
+    """The torch dtype of a name; "auto" is the checkpoint's, or float32 on a CPU that is slower in that."""
     if name != "auto":
         return _DTYPES[name]
     dtype = _DTYPES[checkpoint or "float32"]
-    if device.type == "cpu" and not is_native_on_cpu(dtype):
-        logger.info("dtype: float32, since this CPU has no native %s", checkpoint)
+    if device.type == "cpu" and not is_fast_on_cpu(dtype):
+        logger.info("dtype: float32, since this CPU is slower in %s", checkpoint)
         return torch.float32
     return dtype
 
 
-def is_native_on_cpu(dtype: torch.dtype) -> bool:
-    """Whether this machine's CPU multiplies matrices in `dtype` without going through float32."""
-    wanted = _NATIVE_FLAGS.get(dtype)
+def is_fast_on_cpu(dtype: torch.dtype) -> bool:
+    """Whether this machine's CPU is at least as fast in `dtype` as in float32: docs/decisions/0008."""
+    wanted = _FAST_FLAGS.get(dtype)
     return wanted is None or bool(wanted & _cpu_flags())
 
 

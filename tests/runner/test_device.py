@@ -41,7 +41,9 @@ def test_a_gpu_that_can_be_used_is_taken(monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.parametrize(
     ("name", "checkpoint", "device", "flags", "expected"),
     [
-        ("auto", "bfloat16", CPU, "avx2 avx512f", torch.float32),
+        ("auto", "bfloat16", CPU, "sse4_2 avx", torch.float32),
+        ("auto", "bfloat16", CPU, "avx2 avx512f", torch.bfloat16),
+        ("auto", "float16", CPU, "avx2 f16c", torch.float16),
         ("auto", "bfloat16", CPU, "avx2 avx512f avx512_bf16", torch.bfloat16),
         ("auto", "bfloat16", CPU, "amx_bf16", torch.bfloat16),
         ("auto", "bfloat16", CUDA, "avx2", torch.bfloat16),
@@ -66,4 +68,4 @@ def test_dtype(
     with caplog.at_level("INFO", "pagedinfer"):
         assert resolve_dtype(name, checkpoint, device) == expected
     fell_back = name == "auto" and checkpoint not in (None, "float32") and expected == torch.float32
-    assert ("no native" in caplog.text) == fell_back
+    assert ("is slower in" in caplog.text) == fell_back
