@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pagedinfer.cli.chat import print_pieces
@@ -24,6 +25,9 @@ def add_arguments(parser: Parser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Prints what follows the text."""
+    model = arguments.model
+    if arguments.prompt is None and model and " " in model and not Path(model).exists():
+        raise ValueError(f"there is no model {model!r}; a text to continue goes after -p")
     source = text_source(arguments)
     try:
         prompt = sys.stdin.read() if arguments.prompt is None else arguments.prompt

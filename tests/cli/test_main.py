@@ -74,6 +74,11 @@ def test_an_unknown_command_gets_a_suggestion(capsys: pytest.CaptureFixture[str]
     assert captured.out == ""
 
 
+def test_a_text_in_the_place_of_the_model(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["complete", "Once upon a time"]) == 1
+    assert "no model 'Once upon a time'; a text to continue goes after -p" in capsys.readouterr().err
+
+
 def test_a_flag_of_vllms_says_what_to_do_without(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve", "m", "--enable-lora"]) == 2
     assert (
