@@ -29,6 +29,12 @@ class BuildInfo:
     compiler: str
     """The C++ compiler, such as "GNU 12.2.0"."""
 
+    @property
+    def has_hopper_code(self) -> bool:
+        """Whether something is compiled for compute capability 9.0 or a later one."""
+        numbers = (re.match(r"\d+", arch) for arch in self.cuda_archs)
+        return any(number is not None and int(number[0]) >= 90 for number in numbers)
+
 
 def build_info() -> BuildInfo | None:
     """What the kernels were built with; None if the build left no record (there was none, then)."""

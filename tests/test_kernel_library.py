@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -80,3 +81,17 @@ def test_a_torch_changed_after_the_build_is_told_at_import(tmp_path: Path) -> No
     assert last_line.startswith("ImportError: ")
     assert "torch 2.9.1" in last_line
     assert f"torch {info.torch}" in last_line
+
+
+@pytest.mark.parametrize(
+    ("archs", "has_it"),
+    [
+        (("80-real", "90a-real", "90-virtual"), True),
+        (("90a-real",), True),
+        (("80-virtual",), False),
+        (("80-real", "100-real"), True),
+        ((), False),
+    ],
+)
+def test_hopper_code(archs: tuple[str, ...], has_it: bool) -> None:
+    assert replace(INFO, cuda_archs=archs).has_hopper_code == has_it

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from pagedinfer import ops
+from pagedinfer.kernel_library import build_info
 from pagedinfer.layers.norm import RMSNorm
 
 if TYPE_CHECKING:
@@ -71,8 +72,12 @@ def _fits(input: Tensor) -> bool:
 
 @cache
 def _starts_early(device: torch.device) -> bool:
-    """Whether kernels can start before those ahead have ended, as from Hopper on; else nothing is gained."""
-    return torch.cuda.get_device_capability(device)[0] >= 9
+    """Whether kernels can start before those ahead have ended, as from Hopper on; else nothing is gained.
+
+    On such a GPU a build for older ones runs as well, but without these kernels.
+    """
+    info = build_info()  # None: the build left no record
+    return torch.cuda.get_device_capability(device)[0] >= 9 and (info is None or info.has_hopper_code)
 
 
 # ---- parts of a layer on one rank, for inputs that are `served` --------------------------------------
