@@ -79,8 +79,8 @@ def record_logprobs(llm: LLM) -> dict[str, list[float]]:
     scheduler = llm.llm_engine.scheduler
     update = scheduler.update
 
-    def recorded(batch: Batch, output: StepOutput) -> list[RequestUpdate]:
-        updates = update(batch, output)
+    def recorded(batch: Batch, output: StepOutput, *streamed: Any) -> list[RequestUpdate]:
+        updates = update(batch, output, *streamed)
         for each in updates:
             logprobs.setdefault(each.request_id, []).extend(each.logprobs)
         return updates

@@ -269,7 +269,7 @@ def test_while_loading(model: str) -> None:
         ([], 2, "which MODEL?"),
         (["m", "--block-size", "7"], 2, "block_size must be one of"),
         (["m", "--prot", "8000"], 2, "did you mean --port?"),
-        (["m", "--port", "x"], 2, "'x' is not an integer"),
+        (["m", "--port", "x"], 2, "'x' is not a port"),
     ],
     ids=str,
 )
