@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Iterable
 from typing import Any, NamedTuple
 
 import msgspec
 from starlette.responses import Response
 
 from pagedinfer.errors import RequestFailedError
-from pagedinfer.outputs import CompletionOutput, RequestOutput
+from pagedinfer.outputs import CompletionOutput, Logprob, RequestOutput
 from pagedinfer.server.api_errors import invalid
 from pagedinfer.server.completion_logprobs import finite
 from pagedinfer.server.request_models import SamplingBody
@@ -96,7 +96,7 @@ def check_output(output: RequestOutput) -> None:
         raise RequestFailedError(output.error)
 
 
-def prompt_logprobs(output: RequestOutput) -> PromptLogprobs:
+def prompt_logprobs(entries: Iterable[dict[int, Logprob] | None]) -> PromptLogprobs:
     """Those of a prompt, as clients get them."""
     return [
         None
@@ -105,5 +105,5 @@ def prompt_logprobs(output: RequestOutput) -> PromptLogprobs:
             token_id: PromptLogprob(finite(found.logprob), found.rank, found.decoded_token)
             for token_id, found in entry.items()
         }
-        for entry in output.prompt_logprobs or ()
+        for entry in entries
     ]

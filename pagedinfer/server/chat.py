@@ -114,7 +114,7 @@ async def _whole(
     choices = [makers[part.index].choice(part) for part in last.outputs]
     answer = ChatCompletion(head.id, head.created, head.model, choices, group.usage())
     if body.prompt_logprobs is not None and last.prompt_logprobs is not None:
-        answer.prompt_logprobs = prompt_logprobs(last)
+        answer.prompt_logprobs = prompt_logprobs(last.prompt_logprobs)
     if body.return_token_ids:
         answer.prompt_token_ids = last.prompt_token_ids
     return head.response(answer)

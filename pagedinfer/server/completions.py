@@ -23,7 +23,7 @@ from pagedinfer.server.stream_group import StreamGroup
 from pagedinfer.server.structured import response_constraint
 
 if TYPE_CHECKING:
-    from pagedinfer.engine.input_processor import ProcessedPrompt
+    from pagedinfer.server.request_stream import RequestStream
 
 
 async def create_completion(service: Service, body: CompletionBody, receive: Receive, name: str) -> Response:
@@ -58,13 +58,13 @@ async def create_completion(service: Service, body: CompletionBody, receive: Rec
     priority = service.priority(body)
     group = StreamGroup(service.engine, prompts, params, kind, priority, counts_tokens=not score_only)
     makers = [
-        _ChoiceMaker(service, body, params, stream.prompt, p * params.n + i, score_only)
+        _ChoiceMaker(service, body, params, stream, p * params.n + i, score_only)
         for p, stream in enumerate(group.streams)
         for i in range(params.n)
     ]
 
     def make(index: int, output: RequestOutput, part: CompletionOutput) -> CompletionChoice:
-        return makers[index * params.n + part.index].make(output, part)
+        return makers[index * params.n + part.index].make(part)
 
     with group.aborted_on_error():
         if body.stream:
@@ -88,7 +88,7 @@ async def _whole(group: StreamGroup, makers: list[_ChoiceMaker], n: int, head: A
         check_output(output)
         for part in output.outputs:
             maker = makers[index * n + part.index]
-            choices[maker.index] = maker.make(output, part)
+            choices[maker.index] = maker.make(part)
     ordered = [choices[maker.index] for maker in makers]
     return head.response(Completion(head.id, head.created, head.model, ordered, group.usage()))
 
@@ -101,14 +101,15 @@ class _ChoiceMaker:
         service: Service,
         body: CompletionBody,
         params: SamplingParams,
-        prompt: ProcessedPrompt,
+        stream: RequestStream,
         index: int,
         score_only: bool,
     ) -> None:
         self.index = index
         self._service = service
         self._params = params
-        self._prompt = prompt
+        self._stream = stream
+        self._prompt = stream.prompt
         self._echo = bool(body.echo)
         self._score_only = score_only
         self._wants_prompt_logprobs = body.prompt_logprobs is not None
@@ -117,13 +118,13 @@ class _ChoiceMaker:
         self._texts: LogprobTexts | None = None
         self._is_first = True
 
-    def make(self, output: RequestOutput, part: CompletionOutput) -> CompletionChoice:
+    def make(self, part: CompletionOutput) -> CompletionChoice:
         finished = part.finish_reason is not None
         text, token_ids, logprobs = part.text, part.token_ids, None
         if self._score_only:
             text, token_ids = "", []
         if self._wants_logprobs:
-            logprobs = self._logprobs(output, part, finished)
+            logprobs = self._logprobs(part, finished)
         prefix = ""
         if self._is_first and self._echo:
             prefix = self._echoed()
@@ -138,8 +139,8 @@ class _ChoiceMaker:
             choice.token_ids = token_ids
             if self._is_first:
                 choice.prompt_token_ids = self._prompt.token_ids
-        if self._wants_prompt_logprobs and output.prompt_logprobs is not None:
-            choice.prompt_logprobs = prompt_logprobs(output)
+        if self._wants_prompt_logprobs and self._is_first:
+            choice.prompt_logprobs = prompt_logprobs(self._stream.prompt_logprobs or ())
         self._is_first = False
         return choice
 
@@ -155,13 +156,13 @@ class _ChoiceMaker:
         )
         return detokenizer.append(self._prompt.token_ids) + detokenizer.finish()
 
-    def _logprobs(self, output: RequestOutput, part: CompletionOutput, finished: bool) -> CompletionLogprobs:
+    def _logprobs(self, part: CompletionOutput, finished: bool) -> CompletionLogprobs:
         found = CompletionLogprobs([], [], [], [])
         if self._texts is None:
             offset = 0
             if self._echo:
                 of_prompt = self._new_texts(0)
-                found = of_prompt.add(self._prompt.token_ids, output.prompt_logprobs or [], last=True)
+                found = of_prompt.add(self._prompt.token_ids, self._stream.prompt_logprobs or [], last=True)
                 offset = of_prompt.offset
             self._texts = self._new_texts(offset)
         if self._score_only:

@@ -61,7 +61,9 @@ class RequestStream:
         self._num_unfinished = len(self.choices)
         self._news: dict[int, ChoiceState] = {}
         self._not_sampled: str | None = None
-        self._prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+        self.prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+        """For each token of the prompt, once its first choice has a token; None if nobody asked for them."""
+        self._prompt_logprobs_are_new = False
         self.wake = asyncio.Event()
         """Set when there is something to `take`; several streams may share one."""
         self.has_news = False
@@ -86,9 +88,10 @@ class RequestStream:
         """Takes in what a step gave; the choices that a stop string has ended here, not in the engine."""
         self.num_cached_tokens = delta.num_cached_tokens
         if delta.prompt_logprobs is not None:
-            self._prompt_logprobs = [
+            self.prompt_logprobs = [
                 None if found is None else self._logprob(found) for found in delta.prompt_logprobs
             ]
+            self._prompt_logprobs_are_new = True
         if delta.error is not None:
             self._not_sampled = delta.error
         stopped = []
@@ -147,16 +150,15 @@ class RequestStream:
             self.has_news = True
         news = [self._news.pop(index) for index in sorted(self._news)]
         shown = news if is_delta else self.choices
-        prompt_logprobs = self._prompt_logprobs
-        if is_delta:
-            self._prompt_logprobs = None
+        tells_prompt = self._prompt_logprobs_are_new or not is_delta
+        self._prompt_logprobs_are_new = False
         return RequestOutput(
             request_id=self.request.request_id,
             prompt=self.prompt.text,
             prompt_token_ids=self.prompt.token_ids,
             outputs=[choice.output() for choice in shown],
             finished=self.finished and self.error is None,
-            prompt_logprobs=prompt_logprobs,
+            prompt_logprobs=self.prompt_logprobs if tells_prompt else None,
             metrics=self.metrics,
             num_cached_tokens=self.num_cached_tokens,
             error=self._not_sampled,

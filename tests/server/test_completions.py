@@ -327,6 +327,24 @@ def test_echo_with_logprobs(server: Client, max_tokens: int, prompt: Any) -> Non
     assert all(1 <= len(top) <= 2 for top in whole["top_logprobs"][1:])
 
 
+def test_choices_that_begin_later_have_the_prompt_rated_too(server: Client) -> None:
+    """More of them than can run at once: the prompt's log-probabilities come with the first one's tokens."""
+    body = {"prompt": "abc", "echo": True, "logprobs": 1, "prompt_logprobs": 2, "n": 20, "max_tokens": 2}
+    firsts: dict[int, Any] = {}
+    for event in server.stream("/v1/completions", body):
+        for choice in event["choices"]:
+            firsts.setdefault(choice["index"], choice)
+    assert len(firsts) == 20
+    whole = server.complete(**body).json["choices"]
+    num_tokens = len(ids("abc"))
+    for choice in [*firsts.values(), *whole]:
+        assert choice["logprobs"]["tokens"][:num_tokens] == whole[0]["logprobs"]["tokens"][:num_tokens]
+        assert choice["logprobs"]["token_logprobs"][0] is None
+        assert choice["prompt_logprobs"][0] is None
+        assert all(len(rated) in (2, 3) for rated in choice["prompt_logprobs"][1:])
+        assert len(choice["prompt_logprobs"]) == num_tokens
+
+
 def test_echo_without_logprobs(echo: Client) -> None:
     assert echo.text("abc", echo=True, max_tokens=3) == "abcabc"
     assert (
