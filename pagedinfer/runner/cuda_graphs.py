@@ -12,7 +12,6 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -24,7 +23,7 @@ from pagedinfer.distributed.group import SINGLE_RANK, Group
 from pagedinfer.runner.best_tokens import BestTokensOnTheWay
 from pagedinfer.runner.graph_recorder import GraphRecorder, sizes_in_time
 from pagedinfer.runner.prefix_groups import PACKED_PREFIXES
-from pagedinfer.runner.step_result import DrawnTokens, HostCopy, StepResult
+from pagedinfer.runner.step_result import DrawnTokens, StepResult
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,11 +77,8 @@ class DecodeGraphs:
         self._device = device
         num_inputs = 3 * self.max_rows + PACKED_PREFIXES
         self._inputs = torch.zeros(num_inputs, dtype=torch.int32, device=device)
-        self._rows = {size: self._inputs[: 3 * size] for size in self.sizes}
-        self._rows_and_prefixes = {size: self._inputs[: 3 * size + PACKED_PREFIXES] for size in self.sizes}
         memory = torch.empty(DrawnTokens.nbytes(self.max_rows), dtype=torch.uint8, device=device)
         self._drawn = {size: DrawnTokens(size, device, memory) for size in self.sizes}
-        self._free: list[_HostMemory] = []
         self._graphs: dict[tuple[int, StepVariant], _Graph] = {}  # of variants: the latest used last
         if recorder is None and device.type == "cuda" and self.sizes:
             recorder = GraphRecorder(device)
@@ -105,15 +101,14 @@ class DecodeGraphs:
         if self._recorder is not None and key not in self._graphs:
             self._make_room(variant)
             self._capture(*key, compute, self._recorder)
-        memory = self._free.pop() if self._free else _HostMemory(self.max_rows, self._recorder is not None)
-        host = memory.of(self._drawn[size])
-        host.rows[:, :num_rows] = packed
-        host.rows[:, num_rows:] = _PADDING
-        if prefixes is None:
-            self._rows[size].copy_(host.packed_rows, non_blocking=True)
-        else:
-            host.prefixes[:] = prefixes
-            self._rows_and_prefixes[size].copy_(host.packed, non_blocking=True)
+        length = 3 * size + (0 if prefixes is None else len(prefixes))
+        staging = torch.empty(length, dtype=torch.int32, pin_memory=self._recorder is not None)
+        host = staging.numpy()
+        rows = host[: 3 * size].reshape(3, size)
+        rows[:, :num_rows] = packed
+        rows[:, num_rows:] = _PADDING
+        host[3 * size :] = () if prefixes is None else prefixes
+        self._inputs[:length].copy_(staging, non_blocking=True)
         drawn = self._drawn[size]
         if self._recorder is None:
             best = compute(*self._inputs_of(*key), drawn, key[1])
@@ -124,13 +119,11 @@ class DecodeGraphs:
             captured.graph.replay()
             best = captured.best
         on_the_way = None if best is None else BestTokensOnTheWay(best, num_rows=num_rows)
-        return StepResult(
-            drawn, num_rows, on_the_way, host=host.drawn, when_taken=partial(self._free.append, memory)
-        )
+        return StepResult(drawn, num_rows, on_the_way)
 
     def _inputs_of(self, size: int, variant: StepVariant) -> tuple[Tensor, Tensor | None]:
-        rows = self._rows[size].view(3, size)
-        return rows, self._rows_and_prefixes[size][3 * size :] if variant.with_prefixes else None
+        rows, rest = self._inputs[: 3 * size].view(3, size), self._inputs[3 * size :]
+        return rows, rest[:PACKED_PREFIXES] if variant.with_prefixes else None
 
     def capture(self, sizes: Sequence[int], compute: Compute, *, seconds: float) -> int:
         """Captures these sizes until so much time has passed; returns how many graphs there are.
@@ -146,7 +139,6 @@ class DecodeGraphs:
     def close(self) -> None:
         """Drops the graphs; none may be running."""
         self._graphs.clear()
-        self._free.clear()
         if self._recorder is not None:
             self._recorder.close()
 
@@ -181,36 +173,3 @@ class _Graph:
     graph: torch.cuda.CUDAGraph
     best: ops.TopLogprobs | None
     """Where it writes the best tokens, in memory of its own."""
-
-
-class _HostMemory:
-    """What a step under way has on the host, pinned beside a GPU: what it is given, and what it gives.
-
-    Once its result has been taken, another step may have it. So there is as much as there ever were steps
-    under way at once; that of a step whose result nobody takes goes with it.
-    """
-
-    def __init__(self, max_rows: int, pinned: bool) -> None:
-        num_inputs = 3 * max_rows + PACKED_PREFIXES
-        self._inputs = torch.empty(num_inputs, dtype=torch.int32, pin_memory=pinned)
-        self._drawn = torch.empty(DrawnTokens.nbytes(max_rows), dtype=torch.uint8, pin_memory=pinned)
-        self._of_sizes: dict[int, _HostViews] = {}
-
-    def of(self, drawn: DrawnTokens) -> _HostViews:
-        """For a step of this size."""
-        size = drawn.token_ids.shape[0]
-        views = self._of_sizes.get(size)
-        if views is None:
-            views = self._of_sizes[size] = _HostViews(size, self._inputs, HostCopy(drawn, self._drawn))
-        return views
-
-
-class _HostViews:
-    """A step's part of `_HostMemory`: tensors to copy, and the same memory as arrays to fill."""
-
-    def __init__(self, size: int, inputs: Tensor, drawn: HostCopy) -> None:
-        self.packed_rows = inputs[: 3 * size]
-        self.packed = inputs[: 3 * size + PACKED_PREFIXES]
-        self.rows = self.packed_rows.numpy().reshape(3, size)
-        self.prefixes = self.packed.numpy()[3 * size :]
-        self.drawn = drawn

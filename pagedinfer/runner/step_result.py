@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -35,53 +31,10 @@ class DrawnTokens:
         return (8 + 4) * num_rows
 
 
-class HostCopy:
-    """The host's memory for what a step draws, and when it is there.
-
-    Args:
-        drawn: of such a step; all that are copied here have as many rows.
-        memory: uint8, at least `DrawnTokens.nbytes` of it, pinned beside a GPU; allocated if not given.
-    """
-
-    def __init__(self, drawn: DrawnTokens, memory: Tensor | None = None) -> None:
-        nbytes = drawn.packed.shape[0]
-        if memory is None:
-            memory = torch.empty(nbytes, dtype=torch.uint8, pin_memory=drawn.packed.is_cuda)
-        self._packed = memory[:nbytes]
-        packed, split = self._packed.numpy(), 8 * drawn.token_ids.shape[0]
-        self.token_ids: npt.NDArray[np.int64] = packed[:split].view(np.int64)
-        self.logprobs: npt.NDArray[np.float32] = packed[split:].view(np.float32)
-        self._ready: torch.cuda.Event | None = None
-        if drawn.packed.is_cuda:
-            self._ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
-
-    def start(self, drawn: DrawnTokens) -> None:
-        """Has the device copy what a step draws, behind the step; what was here must have been read."""
-        self._packed.copy_(drawn.packed, non_blocking=True)
-        if self._ready is not None:
-            self._ready.record()
-
-    @property
-    def is_ready(self) -> bool:
-        """Whether the step has ended."""
-        return self._ready is None or bool(self._ready.query())  # type: ignore[no-untyped-call]
-
-    def wait(self) -> None:
-        """Waits for the step's end."""
-        if self._ready is not None:
-            self._ready.synchronize()
-
-
 class StepResult:
     """The first `num_rows` rows of what a step drew, on their way to the host.
 
-    Args:
-        drawn: what it drew, on the device.
-        num_rows: how many of its rows are no padding.
-        best: the best tokens of each, likewise.
-        prompts: see `PromptRater.rate`.
-        host: where to; by default memory of its own.
-        when_taken: called once `host` is free for another step.
+    `best`: the best tokens of each, likewise; `prompts`: see `PromptRater.rate`.
     """
 
     def __init__(
@@ -90,48 +43,45 @@ class StepResult:
         num_rows: int,
         best: BestTokensOnTheWay | None = None,
         prompts: dict[str, tuple[int, list[BestTokensOnTheWay]]] | None = None,
-        host: HostCopy | None = None,
-        when_taken: Callable[[], None] | None = None,
     ) -> None:
         self._best = best
         self.token_ids = drawn.token_ids
         """int64 [num_rows and more], on the device; the next step may overwrite it."""
         self._prompts = prompts or {}
         self._num_rows = num_rows
+        self._num_padded_rows = drawn.token_ids.shape[0]
         self.cache: KVCache | None = None
         """Whose swaps the result reports on."""
-        self._host = host or HostCopy(drawn)
-        self._host.start(drawn)
-        self._when_taken = when_taken
-        self._output: StepOutput | None = None
+        self._ready: torch.cuda.Event | None = None
+        if drawn.packed.is_cuda:
+            self._packed = torch.empty(drawn.packed.shape, dtype=torch.uint8, pin_memory=True)
+            self._packed.copy_(drawn.packed, non_blocking=True)
+            self._ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._ready.record()
+        else:
+            self._packed = drawn.packed.clone()  # the step's memory may be the next step's
 
     @property
     def is_ready(self) -> bool:
         """Whether the step has ended."""
-        return self._output is not None or self._host.is_ready
+        return self._ready is None or bool(self._ready.query())  # type: ignore[no-untyped-call]
 
     def wait(self) -> None:
         """Waits for the step's end. Unlike `result`, it may run beside the launch of another step."""
-        if self._output is None:
-            self._host.wait()
+        if self._ready is not None:
+            self._ready.synchronize()
 
     def result(self) -> StepOutput:
         """Waits for the step's end."""
-        if self._output is None:
-            self._output = self._take()
-        return self._output
-
-    def _take(self) -> StepOutput:
-        self._host.wait()
-        rows = slice(self._num_rows)
+        self.wait()
+        split = 8 * self._num_padded_rows
+        packed = self._packed.numpy()
         output = StepOutput(
-            self._host.token_ids[rows].copy(),
-            self._host.logprobs[rows].copy(),
+            packed[:split].view("int64")[: self._num_rows],
+            packed[split:].view("float32")[: self._num_rows],
             best=None if self._best is None else self._best.result(),
             prompts={name: (first, join(pieces)) for name, (first, pieces) in self._prompts.items()},
         )
         if self.cache is not None:
             output.swaps_in_done = self.cache.swaps_in_done
-        if self._when_taken is not None:
-            self._when_taken()
         return output
