@@ -54,6 +54,7 @@ class PoolWorkers:
     dtype = torch.float32
     block_bytes: int
     cascade_attention = False
+    urgent_lane = None
 
     def __init__(self, pool: RankPool, padded: bool, config: EngineConfig, num_known_tokens: int) -> None:
         self._pool = pool
