@@ -14,6 +14,7 @@ from pagedinfer.config import EngineConfig
 from pagedinfer.engine.input_processor import TokensPrompt
 from pagedinfer.sampling_params import RequestOutputKind
 from tests.conftest import TinyModel
+from tests.engine.run_engine import run
 from tests.models.parity import random_prompts
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -45,15 +46,6 @@ def engine(engines: tuple[LLMEngine, LLMEngine]) -> LLMEngine:
     """The one that overlaps."""
     engines[0].reset_prefix_cache()
     return engines[0]
-
-
-def run(engine: LLMEngine) -> dict[str, RequestOutput]:
-    """The last output of each request."""
-    outputs: dict[str, RequestOutput] = {}
-    while engine.has_unfinished_requests():
-        outputs |= {output.request_id: output for output in engine.step()}
-    assert engine.scheduler.kv.num_free == engine.scheduler.config.num_blocks
-    return outputs
 
 
 def prompt(index: int) -> TokensPrompt:

@@ -14,6 +14,7 @@ from pagedinfer.config import EngineConfig
 from pagedinfer.engine.batch import Batch
 from pagedinfer.runner.worker import Worker
 from tests.conftest import TinyModel
+from tests.engine.run_engine import run
 from tests.models.parity import random_prompts
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -91,14 +92,6 @@ def saturate(engine: LLMEngine, params: SamplingParams = GREEDY) -> None:
     enough = engine.scheduler.counters.num_generated_tokens + 12
     while engine.scheduler.counters.num_generated_tokens < enough or not engine._launched:
         engine.step()
-
-
-def run(engine: LLMEngine) -> dict[str, RequestOutput]:
-    outputs: dict[str, RequestOutput] = {}
-    while engine.has_unfinished_requests():
-        outputs |= {output.request_id: output for output in engine.step()}
-    assert engine.scheduler.kv.num_free == engine.scheduler.config.num_blocks
-    return outputs
 
 
 def run_steps(engine: LLMEngine, count: int) -> dict[str, RequestOutput]:
