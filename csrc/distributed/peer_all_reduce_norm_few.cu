@@ -24,6 +24,13 @@ constexpr int kWarps = 4;
 constexpr int kThreads = kWarp * kWarps;
 constexpr int kMostBlocks = 8;  // of a cluster, which every device grants
 
+// Arrives at the cluster's barrier. Relaxed: there is nothing yet that the others are to see.
+__device__ __forceinline__ void say_that_block_runs() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+#endif
+}
+
 template <typename T, int kRanks>
 __global__ void __launch_bounds__(kThreads, 1)
     peer_all_reduce_norm_few_kernel(const __grid_constant__ PeerAllReduceParams p,
@@ -41,6 +48,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   const bool has_work = in_row < vectors;
 
   let_successor_start();
+  say_that_block_runs();
   V weight{};  // which no kernel writes
   if (has_work) weight = static_cast<const V*>(norm.weight)[in_row];
   wait_for_predecessor();
@@ -66,6 +74,7 @@ __global__ void __launch_bounds__(kThreads, 1)
 
   __shared__ alignas(16) float sums[kMostBlocks][kWarps];
   float sum = warp_sum(sum_of_squares(x));
+  cluster.barrier_wait();  // a block has shared memory to write to once it runs
   if (lane < blocks) *cluster.map_shared_rank(&sums[block][warp], lane) = sum;
   cluster.sync();
   sum = 0.0f;
