@@ -69,7 +69,6 @@ __global__ void __launch_bounds__(kThreads, 1)
       for (int rank = 1; rank < kRanks; ++rank) total += to_float(loaded[rank].elements[e]);
       x.elements[e] = rounded<T>(to_float(x.elements[e]) + rounded_through<T>(total));
     }
-    residual[i] = x;
   }
 
   __shared__ alignas(16) float sums[kMostBlocks][kWarps];
@@ -77,6 +76,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   cluster.barrier_wait();  // a block has shared memory to write to once it runs
   if (lane < blocks) *cluster.map_shared_rank(&sums[block][warp], lane) = sum;
   cluster.sync();
+  if (has_work) residual[i] = x;  // not before the barrier, which would wait for it
   sum = 0.0f;
 #pragma unroll
   for (int b = 0; b < kMostBlocks; ++b) {
