@@ -268,6 +268,8 @@ __global__ __launch_bounds__(
       if (first < sequence.seq_len && first + kWarpTokens > sequence.first_key) {
         attention.step(p, ring_address + stage * Traits::kWarpStageBytes, first,
                        warp_scores + (steps & 1) * Traits::kScoreVectors);
+      } else {
+        attention.meet();  // so that no warp has passed fewer barriers: racecheck needs that
       }
       __syncwarp();  // every lane is done with the stage
       first += Traits::kStepTokens;

@@ -194,6 +194,14 @@ struct WarpAttention {
     }
   }
 
+  // A barrier of the warps that share tokens.
+  static __device__ __forceinline__ void meet() {
+    if constexpr (Traits::kHeadWarps > 1) {
+      asm volatile("bar.sync %0, %1;" ::"r"(1 + Traits::token_warp()), "n"(32 * Traits::kHeadWarps)
+                   : "memory");
+    }
+  }
+
   // Adds the scores over the other warp's columns. Both warps get the same bits.
   __device__ __forceinline__ void add_other_columns(float (&scores)[2][4], float4* place) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -201,8 +209,7 @@ struct WarpAttention {
     for (int i = 0; i < 2; ++i) {
       place[(warp * 2 + i) * 32 + lane] = {scores[i][0], scores[i][1], scores[i][2], scores[i][3]};
     }
-    // Of the two warps. The next step leaves its scores elsewhere, so that one barrier is enough.
-    asm volatile("bar.sync %0, 64;" ::"r"(1 + Traits::token_warp()) : "memory");
+    meet();  // the next step leaves its scores elsewhere, so that one barrier is enough
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const float4 other = place[((warp ^ 1) * 2 + i) * 32 + lane];
