@@ -12,7 +12,7 @@ TORCH ?= torch==2.13.0
 VENV ?= .venv
 # More arguments for pytest, such as ARGS="tests/cache -x".
 ARGS ?=
-# More of what scripts/check_gpu.sh can do, such as CHECKS="--racecheck --synccheck".
+# Arguments for scripts/check_gpu.sh, such as CHECKS=--skip-build.
 CHECKS ?=
 
 PY := $(VENV)/bin/python

@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
 # Checks pagedinfer on this machine's GPU: builds, runs the tests that need a GPU, compute-sanitizer on one
-# call of every op, and a small model. Once the GPU can be used at all, every step runs, whatever became of
-# the ones before; a table at the end tells how each went, and the exit status is 0 if none failed.
+# call of every op (memcheck, racecheck and synccheck), and a small model. Once the GPU can be used at all,
+# every step runs, whatever became of the ones before; a table at the end tells how each went, and the exit
+# status is 0 if none failed.
 #
-#   scripts/check_gpu.sh [--racecheck] [--synccheck] [--skip-build] [-- arguments for pytest]
+#   scripts/check_gpu.sh [--skip-build] [-- arguments for pytest]
 #
 # PYTHON names the interpreter (python3 by default). Logs go to $OUT, or to build/check-gpu.
 set -uo pipefail
@@ -11,14 +12,12 @@ cd "$(dirname "$0")/.."
 
 python=${PYTHON:-python3}
 logs=${OUT:-build/check-gpu}
-tools=(memcheck)
 build=yes
 while [ $# -gt 0 ]; do
   case $1 in
-    --racecheck | --synccheck) tools+=("${1#--}") ;;
     --skip-build) build=no ;;
     --) shift && break ;;
-    *) echo "check_gpu.sh: unknown argument $1; known are --racecheck, --synccheck, --skip-build, --" >&2 && exit 2 ;;
+    *) echo "check_gpu.sh: unknown argument $1; known are --skip-build, --" >&2 && exit 2 ;;
   esac
   shift
 done
@@ -52,7 +51,7 @@ sanitizer() {
 # calls return are not counted: torch probes for features that way, and the ops check their own.
 sanitize() {
   PYTORCH_NO_CUDA_MEMORY_CACHING=1 "$(sanitizer)" --tool "$1" --error-exitcode 1 --report-api-errors no \
-    "$python" -m tests.every_op
+    "$python" -m tests.every_op && echo "$1: clean"
 }
 
 [ $build = yes ] && run build "$python" scripts/build_kernels.py
@@ -67,7 +66,7 @@ except DeviceError as error:
 print(torch.cuda.get_device_name(), 'under torch', torch.__version__)"
 if [ $failed = 0 ]; then
   run tests "$python" -m pytest -q -m gpu "$@"
-  for tool in "${tools[@]}"; do
+  for tool in memcheck racecheck synccheck; do
     if [ -n "$(sanitizer)" ]; then
       run "$tool" sanitize "$tool"
     else

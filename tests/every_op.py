@@ -25,6 +25,12 @@ def registered_ops() -> set[str]:
 
 
 def attention(device: torch.device) -> None:
+    """Heads of one warp's registers, and those that two warps share."""
+    for head_dim in (64, 128, 256):
+        attention_of(device, head_dim)
+
+
+def attention_of(device: torch.device, head_dim: int) -> None:
     """Decode rows, prefill chunks and an unused row in one batch; a row long enough to be split."""
     query_lens, seq_lens = [1, 1, 37, 0, 1, 130], [1, 17, 50, 0, 700, 130]
     num_blocks = sum(-(-length // BLOCK_SIZE) for length in seq_lens)
@@ -36,8 +42,8 @@ def attention(device: torch.device) -> None:
     starts = torch.tensor([0, *query_lens]).cumsum(0).int().to(device)
     lens = torch.tensor(seq_lens, dtype=torch.int32, device=device)
     for dtype in (torch.float32, torch.bfloat16):
-        query = torch.randn(sum(query_lens) + 2, NUM_HEADS, HEAD_DIM, device=device).to(dtype)
-        cache = torch.randn(num_blocks, 2, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM, device=device).to(dtype)
+        query = torch.randn(sum(query_lens) + 2, NUM_HEADS, head_dim, device=device).to(dtype)
+        cache = torch.randn(num_blocks, 2, NUM_KV_HEADS, BLOCK_SIZE, head_dim, device=device).to(dtype)
         for rows in (slice(None), slice(0, 2)):  # any mix, and decode alone
             plan = ops.attention_plan(
                 starts[: len(lens[rows]) + 1],
@@ -46,7 +52,7 @@ def attention(device: torch.device) -> None:
                 max_query_len=max(query_lens[rows]),
                 num_heads=NUM_HEADS,
                 num_kv_heads=NUM_KV_HEADS,
-                head_dim=HEAD_DIM,
+                head_dim=head_dim,
                 block_size=BLOCK_SIZE,
             )
             ops.paged_attention(
@@ -56,7 +62,7 @@ def attention(device: torch.device) -> None:
                 starts[: len(lens[rows]) + 1],
                 lens[rows],
                 plan,
-                scale=HEAD_DIM**-0.5,
+                scale=head_dim**-0.5,
                 logit_cap=30.0,
             )
 
