@@ -7,6 +7,7 @@
 #include "common/check.h"
 #include "common/cuda_context.h"
 #include "common/parallel.h"
+#include "common/pinned_memory.h"
 #include "ops.h"
 
 namespace pagedinfer {
@@ -39,17 +40,6 @@ void swap_blocks_cpu(const char* source, char* destination, int64_t block_bytes,
     }
   });
 }
-
-#ifdef PAGEDINFER_WITH_CUDA
-// Transfers from and to other CPU memory would go through a buffer of the driver's, at a fraction
-// of the rate and with the host waiting.
-void check_pinned(const char* op, const char* name, const Tensor& tensor) {
-  const int64_t bytes = tensor.numel() * static_cast<int64_t>(tensor.element_size());
-  PAGEDINFER_CHECK(!is_cpu(tensor) || is_pinned(tensor.const_data_ptr(), bytes), op, ": ", name,
-                   " is CPU memory that is not pinned; expected pinned memory beside a GPU "
-                   "(torch.empty(..., pin_memory=True) or tensor.pin_memory())");
-}
-#endif
 
 // Whether the memory of two contiguous tensors overlaps.
 bool overlap(const Tensor& a, const Tensor& b) {

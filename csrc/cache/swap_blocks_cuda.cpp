@@ -65,19 +65,6 @@ bool wants_batch(const Transfers& transfers, cudaStream_t stream) {
 
 }  // namespace
 
-bool is_pinned(const void* memory, int64_t bytes) {
-  const auto* begin = static_cast<const char*>(memory);
-  for (const char* address : {begin, begin + bytes - 1}) {
-    cudaPointerAttributes attributes{};
-    if (cudaPointerGetAttributes(&attributes, address) != cudaSuccess) {
-      cudaGetLastError();  // so that it does not turn up at the next launch
-      return false;
-    }
-    if (attributes.type == cudaMemoryTypeUnregistered) return false;
-  }
-  return true;
-}
-
 cudaError_t enqueue_swap(const char* source, char* destination, int64_t block_bytes,
                          const std::vector<BlockRun>& runs, cudaStream_t stream) {
   Transfers transfers;

@@ -10,9 +10,6 @@
 
 namespace pagedinfer {
 
-// Whether the device can reach all of the `bytes` from `memory` on in host memory by itself.
-bool is_pinned(const void* memory, int64_t bytes);
-
 // Copies runs of blocks of `block_bytes`, asynchronously on the stream, each in as few transfers as
 // the driver takes. On either side is GPU memory or pinned memory.
 cudaError_t enqueue_swap(const char* source, char* destination, int64_t block_bytes,
