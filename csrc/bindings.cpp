@@ -94,6 +94,10 @@ STABLE_TORCH_LIBRARY(pagedinfer, m) {
       "Tensor(d!) positions, Tensor(e!) slot_mapping, Tensor(f!) row_blocks) -> ()");
   // Keeps what a step drew, by slot: the next step's input.
   m.def("keep_tokens(Tensor slots, Tensor token_ids, Tensor(a!) last_tokens) -> ()");
+  // What a step is given by the host: out = ring[turn mod places].
+  m.def("read_ring(Tensor ring, Tensor turn, Tensor(a!) out) -> ()");
+  // What it gives the host, at the same place: ring[turn mod places] = values; then turn + 1.
+  m.def("write_ring(Tensor values, Tensor(a!) turn, Tensor(b!) ring) -> ()");
   // The stream waits while flag[0] is not 0, but no longer than so many microseconds.
   m.def("hold_while(Tensor flag, int microseconds) -> ()");
 
@@ -145,6 +149,8 @@ STABLE_TORCH_LIBRARY(pagedinfer, m) {
   m.impl("half_linear", TORCH_BOX(&pagedinfer::half_linear));                                   \
   m.impl("decode_inputs", TORCH_BOX(&pagedinfer::decode_inputs));                               \
   m.impl("keep_tokens", TORCH_BOX(&pagedinfer::keep_tokens));                                   \
+  m.impl("read_ring", TORCH_BOX(&pagedinfer::read_ring));                                       \
+  m.impl("write_ring", TORCH_BOX(&pagedinfer::write_ring));                                     \
   m.impl("hold_while", TORCH_BOX(&pagedinfer::hold_while));                                     \
   m.impl("peer_all_reduce", TORCH_BOX(&pagedinfer::peer_all_reduce));                           \
   m.impl("peer_all_reduce_norm", TORCH_BOX(&pagedinfer::peer_all_reduce_norm));                 \

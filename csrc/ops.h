@@ -72,6 +72,8 @@ void decode_inputs(const Tensor& packed, const Tensor& last_tokens, const Tensor
                    int64_t block_size, Tensor block_table, Tensor output_positions,
                    Tensor input_ids, Tensor positions, Tensor slot_mapping, Tensor row_blocks);
 void keep_tokens(const Tensor& slots, const Tensor& token_ids, Tensor last_tokens);
+void read_ring(const Tensor& ring, const Tensor& turn, Tensor out);
+void write_ring(const Tensor& values, Tensor turn, Tensor ring);
 void hold_while(const Tensor& flag, int64_t microseconds);
 
 void peer_all_reduce(Tensor data, const Tensor& memories, int64_t rank, int64_t max_bytes);

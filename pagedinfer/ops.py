@@ -936,6 +936,36 @@ def keep_tokens(slots: Tensor, token_ids: Tensor, last_tokens: Tensor) -> None:
     _ops.keep_tokens(slots, token_ids, last_tokens)
 
 
+def read_ring(ring: Tensor, turn: Tensor, out: Tensor) -> None:
+    """What a step is given by the host: out = ring[turn % num_places, :size].
+
+    The step finds its place in the ring by itself, also from a CUDA graph, and nobody copies it there.
+
+    Args:
+        ring: int32 [num_places, width], contiguous, on the CPU; pinned beside a GPU.
+        turn: int64 [1], how many steps have ended.
+        out: int32 [size], at most `width`, contiguous, written.
+
+    Raises:
+        ValueError: shapes, dtypes, devices or strides that do not fit, or memory that is not pinned.
+    """
+    _ops.read_ring(ring, turn, out)
+
+
+def write_ring(values: Tensor, turn: Tensor, ring: Tensor) -> None:
+    """What a step gives the host, at its end: ring[turn % num_places, :size] = values, and then turn += 1.
+
+    Args:
+        values: int32 [size], at most `width`, contiguous.
+        turn: int64 [1], how many steps have ended; written.
+        ring: int32 [num_places, width], contiguous, on the CPU, written; pinned beside a GPU.
+
+    Raises:
+        ValueError: as `read_ring`.
+    """
+    _ops.write_ring(values, turn, ring)
+
+
 def hold_while(flag: Tensor, microseconds: int) -> None:
     """Holds up the stream while flag[0] is not 0, but no longer than so many microseconds.
 
@@ -1128,6 +1158,8 @@ def _register_fakes() -> None:
         "half_linear",
         "decode_inputs",
         "keep_tokens",
+        "read_ring",
+        "write_ring",
         "hold_while",
         "peer_all_reduce",
         "peer_all_reduce_norm",

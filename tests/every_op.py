@@ -249,6 +249,16 @@ def decode_inputs(device: torch.device) -> None:
     ops.keep_tokens(packed[0], torch.tensor([5, -1, 3], device=device), by_slot[0])
 
 
+def step_ring(device: torch.device) -> None:
+    """Full places, up to the memory's end."""
+    ring = torch.zeros(2, 1500, dtype=torch.int32, pin_memory=device.type == "cuda")
+    turn = torch.zeros(1, dtype=torch.int64, device=device)
+    for _ in range(3):
+        given = torch.zeros(1500, dtype=torch.int32, device=device)
+        ops.read_ring(ring, turn, given)
+        ops.write_ring(given, turn, ring)
+
+
 def hold_while(device: torch.device) -> None:
     """Nothing to wait for, and something that nobody ends."""
     for value in (0, 1):
@@ -300,6 +310,8 @@ CALLS: dict[str, Call] = {
     "half_linear": half_linear,
     "decode_inputs": decode_inputs,
     "keep_tokens": decode_inputs,
+    "read_ring": step_ring,
+    "write_ring": step_ring,
     "hold_while": hold_while,
     "peer_all_reduce": peer_all_reduce,
     "peer_all_reduce_norm": peer_all_reduce,

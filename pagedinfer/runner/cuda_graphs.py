@@ -24,6 +24,7 @@ from pagedinfer.runner.best_tokens import BestTokensOnTheWay
 from pagedinfer.runner.graph_recorder import GraphRecorder, sizes_in_time
 from pagedinfer.runner.prefix_groups import PACKED_PREFIXES
 from pagedinfer.runner.step_result import DrawnTokens, StepResult
+from pagedinfer.runner.step_ring import StepRing
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +80,7 @@ class DecodeGraphs:
         self._inputs = torch.zeros(num_inputs, dtype=torch.int32, device=device)
         memory = torch.empty(DrawnTokens.nbytes(self.max_rows), dtype=torch.uint8, device=device)
         self._drawn = {size: DrawnTokens(size, device, memory) for size in self.sizes}
+        self._ring = StepRing(self.max_rows, PACKED_PREFIXES, device)
         self._graphs: dict[tuple[int, StepVariant], _Graph] = {}  # of variants: the latest used last
         if recorder is None and device.type == "cuda" and self.sizes:
             recorder = GraphRecorder(device)
@@ -101,25 +103,33 @@ class DecodeGraphs:
         if self._recorder is not None and key not in self._graphs:
             self._make_room(variant)
             self._capture(*key, compute, self._recorder)
-        length = 3 * size + (0 if prefixes is None else len(prefixes))
-        staging = torch.empty(length, dtype=torch.int32, pin_memory=self._recorder is not None)
-        host = staging.numpy()
-        rows = host[: 3 * size].reshape(3, size)
-        rows[:, :num_rows] = packed
-        rows[:, num_rows:] = _PADDING
-        host[3 * size :] = () if prefixes is None else prefixes
-        self._inputs[:length].copy_(staging, non_blocking=True)
-        drawn = self._drawn[size]
+        place = self._ring.next_place()
+        host = place.of(size)
+        host.rows[:, :num_rows] = packed
+        if num_rows < size:
+            host.rows[:, num_rows:] = _PADDING
+        if prefixes is not None:
+            host.extra[:PACKED_PREFIXES] = prefixes
         if self._recorder is None:
-            best = compute(*self._inputs_of(*key), drawn, key[1])
+            best = self._ring.launch(lambda: self._step(*key, compute))
         else:
             captured = self._graphs[key]
             if not variant.only_draws:
                 self._graphs[key] = self._graphs.pop(key)
-            captured.graph.replay()
+            self._ring.launch(captured.graph.replay)
             best = captured.best
         on_the_way = None if best is None else BestTokensOnTheWay(best, num_rows=num_rows)
-        return StepResult(drawn, num_rows, on_the_way)
+        result = StepResult(self._drawn[size], num_rows, on_the_way, host=host.tokens)
+        place.occupy(result)
+        return result
+
+    def _step(self, size: int, variant: StepVariant, compute: Compute) -> ops.TopLogprobs | None:
+        """A whole step, from what the host has put down for it to what the host finds there."""
+        rows, prefixes = self._inputs_of(size, variant)
+        self._ring.read(self._inputs[: 3 * size + (0 if prefixes is None else PACKED_PREFIXES)])
+        best = compute(rows, prefixes, self._drawn[size], variant)
+        self._ring.write(self._drawn[size])
+        return best
 
     def _inputs_of(self, size: int, variant: StepVariant) -> tuple[Tensor, Tensor | None]:
         rows, rest = self._inputs[: 3 * size].view(3, size), self._inputs[3 * size :]
@@ -163,9 +173,7 @@ class DecodeGraphs:
         if prefixes is not None:
             prefixes.zero_()
         compute(rows, prefixes, self._drawn[size], variant)
-        self._graphs[size, variant] = _Graph(
-            *recorder.capture(lambda: compute(rows, prefixes, self._drawn[size], variant))
-        )
+        self._graphs[size, variant] = _Graph(*recorder.capture(lambda: self._step(size, variant, compute)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -31,10 +33,53 @@ class DrawnTokens:
         return (8 + 4) * num_rows
 
 
+class HostTokens:
+    """The host's memory for what a step draws, and when it is there.
+
+    Args:
+        memory: uint8, at least `DrawnTokens.nbytes(num_rows)` of it, in the layout of `DrawnTokens`.
+        num_rows: of the step, padding included.
+        ended: recorded behind the step; None: it has ended.
+    """
+
+    def __init__(self, memory: Tensor, num_rows: int, ended: torch.cuda.Event | None) -> None:
+        packed, split = memory.numpy(), 8 * num_rows
+        self.token_ids: npt.NDArray[np.int64] = packed[:split].view(np.int64)
+        self.logprobs: npt.NDArray[np.float32] = packed[split : split + 4 * num_rows].view(np.float32)
+        self._ended = ended
+
+    @classmethod
+    def copied_from(cls, drawn: DrawnTokens) -> HostTokens:
+        """Has the device copy them, behind the step."""
+        num_rows = drawn.token_ids.shape[0]
+        if not drawn.packed.is_cuda:
+            return cls(drawn.packed, num_rows, None)
+        packed = torch.empty(drawn.packed.shape, dtype=torch.uint8, pin_memory=True)
+        packed.copy_(drawn.packed, non_blocking=True)
+        ended = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        ended.record()
+        return cls(packed, num_rows, ended)
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the step has ended."""
+        return self._ended is None or bool(self._ended.query())  # type: ignore[no-untyped-call]
+
+    def wait(self) -> None:
+        """Waits for the step's end."""
+        if self._ended is not None:
+            self._ended.synchronize()
+
+
 class StepResult:
     """The first `num_rows` rows of what a step drew, on their way to the host.
 
-    `best`: the best tokens of each, likewise; `prompts`: see `PromptRater.rate`.
+    Args:
+        drawn: what it drew, on the device.
+        num_rows: how many of its rows are no padding.
+        best: the best tokens of each, likewise.
+        prompts: see `PromptRater.rate`.
+        host: where the step writes it by itself, until the result is taken; None: it has to be copied.
     """
 
     def __init__(
@@ -43,42 +88,39 @@ class StepResult:
         num_rows: int,
         best: BestTokensOnTheWay | None = None,
         prompts: dict[str, tuple[int, list[BestTokensOnTheWay]]] | None = None,
+        host: HostTokens | None = None,
     ) -> None:
         self._best = best
         self.token_ids = drawn.token_ids
         """int64 [num_rows and more], on the device; the next step may overwrite it."""
         self._prompts = prompts or {}
         self._num_rows = num_rows
-        self._num_padded_rows = drawn.token_ids.shape[0]
         self.cache: KVCache | None = None
         """Whose swaps the result reports on."""
-        self._ready: torch.cuda.Event | None = None
-        if drawn.packed.is_cuda:
-            self._packed = torch.empty(drawn.packed.shape, dtype=torch.uint8, pin_memory=True)
-            self._packed.copy_(drawn.packed, non_blocking=True)
-            self._ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._ready.record()
-        else:
-            self._packed = drawn.packed.clone()  # the step's memory may be the next step's
+        self._host = host or HostTokens.copied_from(drawn)
+        self._output: StepOutput | None = None
 
     @property
     def is_ready(self) -> bool:
         """Whether the step has ended."""
-        return self._ready is None or bool(self._ready.query())  # type: ignore[no-untyped-call]
+        return self._output is not None or self._host.is_ready
 
     def wait(self) -> None:
         """Waits for the step's end. Unlike `result`, it may run beside the launch of another step."""
-        if self._ready is not None:
-            self._ready.synchronize()
+        if self._output is None:
+            self._host.wait()
 
     def result(self) -> StepOutput:
         """Waits for the step's end."""
-        self.wait()
-        split = 8 * self._num_padded_rows
-        packed = self._packed.numpy()
+        if self._output is None:
+            self._host.wait()
+            self._output = self._take()
+        return self._output
+
+    def _take(self) -> StepOutput:
         output = StepOutput(
-            packed[:split].view("int64")[: self._num_rows],
-            packed[split:].view("float32")[: self._num_rows],
+            self._host.token_ids[: self._num_rows].copy(),
+            self._host.logprobs[: self._num_rows].copy(),
             best=None if self._best is None else self._best.result(),
             prompts={name: (first, join(pieces)) for name, (first, pieces) in self._prompts.items()},
         )

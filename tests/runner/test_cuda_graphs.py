@@ -80,6 +80,40 @@ def test_a_result_stays_when_the_next_step_has_run(device: torch.device) -> None
     graphs.close()
 
 
+def test_results_of_many_steps_are_taken_at_the_end(device: torch.device) -> None:
+    """More of them than are ever under way; of sizes and variants that change from one to the next."""
+    graphs = DecodeGraphs([1, 2, 5], device)
+    variants = (PLAIN, StepVariant(num_best=2))
+    results = []
+    for number in range(24):
+        num_rows = 1 + number % 5
+        packed = np.arange(3 * num_rows, dtype=np.int32).reshape(3, num_rows) + 10 * number
+        prefixes = pack_prefixes([SharedPrefix(num_rows, 64)]) if number % 3 == 0 else None
+        results.append((packed, graphs.run(packed, echo, prefixes, variants[number % 2])))
+    for number, (packed, result) in enumerate(results):
+        output = result.result()
+        assert output.token_ids.tolist() == (packed[0] * 1000 + packed[1]).tolist()
+        assert output.logprobs.tolist() == (packed[2] * 0.5).tolist()
+        assert (output.best is not None) == (number % 2 == 1)
+    graphs.close()
+
+
+def test_a_step_that_fails_leaves_the_others_as_they_are(device: torch.device) -> None:
+    graphs = DecodeGraphs([1], device)
+
+    def fail(
+        packed: torch.Tensor, prefixes: torch.Tensor | None, drawn: DrawnTokens, variant: StepVariant
+    ) -> None:
+        raise ZeroDivisionError("here")
+
+    for number in range(6):
+        packed = np.array([[number], [1], [0]], np.int32)
+        with pytest.raises(ZeroDivisionError, match="here"):
+            graphs.run(packed, fail, None, StepVariant(num_best=1 + number))  # not captured yet, each time
+        assert graphs.run(packed, echo).result().token_ids.tolist() == [1000 * number + 1]
+    graphs.close()
+
+
 def test_prefixes_come_with_a_step_that_has_some(device: torch.device) -> None:
     graphs = DecodeGraphs([2, 4], device)
     seen = torch.zeros(PACKED_PREFIXES, dtype=torch.int32, device=device)
