@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pagedinfer import ops
 from pagedinfer.distributed.group import SINGLE_RANK, Group
-from pagedinfer.engine.batch import Batch, ScheduledRequest
+from pagedinfer.engine.batch import AdmittedRequest, Batch, ScheduledRequest
 from pagedinfer.engine.grammars import GrammarCompiler
 from pagedinfer.layers.attention import AttentionBatch, PlansOnDemand
 from pagedinfer.models.causal_lm import CausalLM
@@ -109,7 +109,7 @@ class ModelRunner:
         """Its KV cache."""
         return self._cache
 
-    @torch.inference_mode()
+    # What computes on tensors enters inference mode by itself: a step that is a mere replay does without.
     def execute(self, batch: Batch) -> StepResult:
         """Starts a step and returns at once; the handle's `result` waits for what it drew."""
         result = self._start(batch)
@@ -120,11 +120,8 @@ class ModelRunner:
         for slot in batch.released_slots:
             self._inputs.release(slot)
             self._sampler.release(slot)
-        for admitted in batch.admitted:
-            self._inputs.admit(admitted)
-            self._sampler.set(admitted)
-            self._prompt_rater.set(admitted)
-            self._top_logprobs.set(admitted.slot, admitted.num_logprobs)
+        if batch.admitted:
+            self._admit(batch.admitted)
         self._cache.move(batch)
         self._sampler.upload()
         variant = self._variant(batch)
@@ -137,6 +134,15 @@ class ModelRunner:
                 return result
         return self._run(batch)
 
+    @torch.inference_mode()
+    def _admit(self, requests: Sequence[AdmittedRequest]) -> None:
+        for request in requests:
+            self._inputs.admit(request)
+            self._sampler.set(request)
+            self._prompt_rater.set(request)
+            self._top_logprobs.set(request.slot, request.num_logprobs)
+
+    @torch.inference_mode()
     def _run(self, batch: Batch) -> StepResult:
         """Any step. At most the model's part of it is a graph."""
         for request in batch.requests:
@@ -175,6 +181,7 @@ class ModelRunner:
                 return None
         return StepVariant(self._sampler.prepare(requests), num_best)
 
+    @torch.inference_mode()
     def _decode(
         self, packed: Tensor, prefixes: Tensor | None, drawn: DrawnTokens, variant: StepVariant
     ) -> ops.TopLogprobs | None:
