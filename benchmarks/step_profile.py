@@ -2,9 +2,10 @@
 
 schedule: the scheduler; prepare: the input arrays of a step; launch: the rest of starting it; wait: for what
 it drew; update: the scheduler's; outputs: texts and what users get. `step` is the time from one step's end to
-the next one's; `host` is all of it but the wait, and `other` what of that is none of these. `idle` is how
-long the GPU had nothing to do before the step, by its own clock. When steps overlap, results are awaited
-after the next launch: a row has the schedule, prepare and launch of the step launched meanwhile.
+the next one's, less what this file does in between; `host` is all of it but the wait, and `other` what of
+that is none of these. `idle` is how long the GPU had nothing to do before the step, by its own clock. When
+steps overlap, results are awaited after the next launch: a row has the schedule, prepare and launch of the
+step launched meanwhile.
 """
 
 from __future__ import annotations
@@ -133,8 +134,8 @@ class StepProfile:
                 step["other"] = step["host"] - sum(step[part] for part in PARTS if part != "wait")
                 self._steps.append((step, launch, self._last_launch))
             self._last_launch = launch
-        self._last_end = now
         self._now.clear()
+        self._last_end = time.perf_counter()
 
 
 class _Launch:
