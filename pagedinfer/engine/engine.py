@@ -345,7 +345,7 @@ class LLMEngine:
         was_held_up = batch.step <= self._last_urgent_step + 1
         if self._timing is not None and not was_held_up:
             self._timing.observe_step(batch, seconds, steps.waited)
-        self._observe_costs(batch, seconds)
+        self._observe_costs(steps.num_tokens, seconds)
         updates = self.scheduler.update(batch, output, streamed)
         self.advisor.note_step()
         self._outputs.note_prompts(output.prompts)
@@ -371,10 +371,9 @@ class LLMEngine:
         self.scheduler.abort_all()
         self.failed_request_ids = self._outputs.clear() + self._beam_searches.clear()
 
-    def _observe_costs(self, batch: Batch, seconds: float) -> None:
+    def _observe_costs(self, num_tokens: int, seconds: float) -> None:
         """Tells the scheduler what prefilling and swapping take, from which it chooses between them."""
         costs = self.scheduler.costs
-        num_tokens = batch.num_tokens
         if num_tokens >= self.worker.max_num_batched_tokens // 4:  # smaller steps are slower for a token
             costs.observe_prefill(num_tokens, seconds)
         for num_blocks, swap_seconds in self.worker.take_swap_timings():  # those that are over by now

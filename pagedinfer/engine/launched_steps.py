@@ -14,6 +14,7 @@ class _LaunchedStep:
     batch: Batch
     handle: StepHandle
     launched_at: float
+    num_tokens: int
     aborted: list[str] = field(default_factory=list)  # request ids, since the launch
 
 
@@ -41,13 +42,15 @@ class LaunchedSteps:
         self._last_result_at = 0.0
         self.waited = 0.0
         """Seconds for which the last result was waited for."""
+        self.num_tokens = 0
+        """Of the step that gave it; counted at its launch, when its requests are at hand."""
 
     def __len__(self) -> int:
         return len(self._steps)
 
     def append(self, batch: Batch, handle: StepHandle) -> None:
         """A step has just been launched."""
-        self._steps.append(_LaunchedStep(batch, handle, time.perf_counter()))
+        self._steps.append(_LaunchedStep(batch, handle, time.perf_counter(), batch.num_tokens))
 
     def append_failed(self, batch: Batch, error: Exception) -> None:
         """The launch of a step has raised, which is the business of those who look at its result.
@@ -91,6 +94,7 @@ class LaunchedSteps:
             output.prompts.pop(request_id, None)
         now = self._last_result_at = time.perf_counter()
         self.waited = now - asked_at
+        self.num_tokens = step.num_tokens
         return step.batch, output, now - started_at
 
     def clear(self) -> None:
