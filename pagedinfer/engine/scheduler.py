@@ -289,12 +289,12 @@ class Scheduler:
         swaps_in_done = batch.step if output.swaps_in_done is None else output.swaps_in_done
         self._planner.swaps_in_done = max(self._planner.swaps_in_done, swaps_in_done)
         tokens: list[int] = output.token_ids.tolist()
-        logprobs: list[float] = output.logprobs.tolist()
+        logprobs: list[float] | None = None  # in most steps nobody asks for them
         if len(tokens) != len(sampling):
             raise ValueError(f"step {batch.step} drew {len(sampling)} tokens, its output has {len(tokens)}")
         updates: list[RequestUpdate] = []
         num_generated = 0
-        for row, (request, token, logprob) in enumerate(zip(sampling, tokens, logprobs, strict=True)):
+        for row, (request, token) in enumerate(zip(sampling, tokens, strict=True)):
             if request.finished:
                 continue
             if token < 0:
@@ -325,7 +325,9 @@ class Scheduler:
                 streamed.token_ids.append(token)
                 continue
             else:
-                update = RequestUpdate(request, row, [token], [logprob])
+                if logprobs is None:
+                    logprobs = output.logprobs.tolist()
+                update = RequestUpdate(request, row, [token], [logprobs[row]])
             updates.append(update)
             if request.num_logprobs is not None:
                 if output.best is None:
