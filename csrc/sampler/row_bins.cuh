@@ -15,8 +15,7 @@ constexpr int kSections = kNumBins / kWarpSize;  // of 32 bins
 struct Bins {
   SharedSum weight[kNumBins];
   uint32_t count[kNumBins];
-  uint64_t section_weight[kSections];
-  uint32_t section_count[kSections];
+  uint64_t section_amount[kSections];  // tokens or weight
 
   __device__ void clear() {
     for (int bin = threadIdx.x; bin < kNumBins; bin += kThreads) {
@@ -43,10 +42,8 @@ struct Need {
 
 // Where a cut through the bins falls.
 struct BinCut {
-  int bin;                  // kNumBins: all of them together do not meet the need
-  uint64_t need;            // what the bins before it leave of the need
-  uint64_t weight_through;  // of the bins up to it, that bin included
-  uint64_t total_weight;
+  int bin;        // kNumBins: all of them together do not meet the need
+  uint64_t need;  // what the bins before it leave of the need
 };
 
 // Finds the first of 32 lanes at which the running sum of `amount` reaches the need, 32 if none
@@ -62,54 +59,42 @@ __device__ inline int cut_lanes(uint64_t amount, uint64_t* need) {
 }
 
 // Cuts the team's bins. All threads call this once they have added their tokens' counts (or
-// weights, as the need has it), and get the same answer, through `shared`. The bins may be cleared
-// again after the next barrier of the team.
-static __device__ __noinline__ BinCut cut_bins(Bins& bins, const Need& need, BinCut& shared) {
+// weights, as the need has it), and find the same `result`. The bins may be cleared again after the
+// next barrier of the team.
+__device__ inline void cut_bins(Bins& bins, Need need, BinCut& result) {
+  const bool by_count = need.of == Need::Of::count;
   __syncthreads();
   for (int section = warp_index(); section < kSections; section += kWarps) {
     const int bin = section * kWarpSize + lane_index();
-    const uint64_t weight = warp_sum(bins.weight[bin].value());
-    const uint64_t count = warp_sum(bins.count[bin]);
-    if (lane_index() == 0) {
-      bins.section_weight[section] = weight;
-      bins.section_count[section] = static_cast<uint32_t>(count);
-    }
+    const uint64_t amount = warp_sum(by_count ? bins.count[bin] : bins.weight[bin].value());
+    if (lane_index() == 0) bins.section_amount[section] = amount;
   }
   Team::sync();
 
   if (warp_index() == 0) {
-    uint64_t weights[kSections / kWarpSize] = {}, counts[kSections / kWarpSize] = {};
-    uint64_t total = 0;
-    for (int part = 0; part < kSections / kWarpSize; ++part) {
+    constexpr int kParts = kSections / kWarpSize;
+    uint64_t amounts[kParts], total = 0;
+    for (int part = 0; part < kParts; ++part) {
       const int section = part * kWarpSize + lane_index();
-      weights[part] = sum_over_team<uint64_t>(bins.section_weight[section]);
-      counts[part] = sum_over_team<uint64_t>(bins.section_count[section]);
-      total += weights[part];
+      amounts[part] = sum_over_team<uint64_t>(bins.section_amount[section]);
+      total += amounts[part];
     }
-    BinCut cut = {kNumBins, 0, 0, warp_sum(total)};
-    cut.need = need.amount_of(cut.total_weight);
-    const bool by_count = need.of == Need::Of::count;
-
+    BinCut cut = {kNumBins, need.amount_of(warp_sum(total))};
     int section = kSections;
-    uint64_t weight_before = 0;
-    for (int part = 0; part < kSections / kWarpSize && section == kSections; ++part) {
-      const int lane = cut_lanes(by_count ? counts[part] : weights[part], &cut.need);
+    for (int part = 0; part < kParts && section == kSections; ++part) {
+      const int lane = cut_lanes(amounts[part], &cut.need);
       if (lane < kWarpSize) section = part * kWarpSize + lane;
-      weight_before += warp_sum(lane_index() < lane ? weights[part] : 0);
     }
     if (section < kSections) {
       const int bin = section * kWarpSize + lane_index();
-      const uint64_t weight = sum_over_team<uint64_t>(bins.weight[bin].low) +
-                              (sum_over_team<uint64_t>(bins.weight[bin].high) << 32);
-      const uint64_t count = sum_over_team<uint64_t>(bins.count[bin]);
-      const int lane = cut_lanes(by_count ? count : weight, &cut.need);
-      cut.bin = section * kWarpSize + lane;
-      cut.weight_through = weight_before + warp_sum(lane_index() <= lane ? weight : 0);
+      const uint64_t amount = by_count ? sum_over_team<uint64_t>(bins.count[bin])
+                                       : sum_over_team<uint64_t>(bins.weight[bin].low) +
+                                             (sum_over_team<uint64_t>(bins.weight[bin].high) << 32);
+      cut.bin = section * kWarpSize + cut_lanes(amount, &cut.need);
     }
-    if (lane_index() == 0) shared = cut;
+    if (lane_index() == 0) result = cut;
   }
   __syncthreads();
-  return shared;
 }
 
 }  // namespace sampling

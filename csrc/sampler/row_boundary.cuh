@@ -16,35 +16,35 @@ constexpr int kLongestListedTopK = 1024;
 template <typename T, bool kAligned>
 struct RowBoundary : RowPasses<T, kAligned> {
   using Passes = RowPasses<T, kAligned>;
-  using Passes::collect, Passes::cut_list, Passes::fill_digits;
+  using Passes::collect, Passes::cut_bins, Passes::cut_list, Passes::fill_digits;
   using Passes::kVector, Passes::parameters, Passes::row, Passes::scaled, Passes::shared;
-  using Passes::listed_weight, Passes::weigh_listed;
+  using Passes::listed_weight, Passes::merge_lists, Passes::sort_codes, Passes::weigh_listed;
 
   // All of these leave in kept_weight what each stretch's kept tokens weigh.
 
-  // The last token that top-k and top-p keep; kLastCode if they keep all (of any weight).
-  __device__ uint64_t find_boundary(const float (&groups)[kVector]) {
-    const bool has_top_k = parameters.top_k < row.vocab_size;
-    if (!has_top_k && !parameters.has_top_p) {
+  // The last token that top-k and top-p keep; kLastCode if they keep all (of any weight). False if
+  // the row has to be searched for it.
+  __device__ bool find_boundary(const float (&groups)[kVector], uint64_t* boundary) {
+    *boundary = kLastCode;
+    if (parameters.top_k >= row.vocab_size && !parameters.has_top_p) {
       collect(empty_window(), kLastCode);
-      return kLastCode;
+      return true;
     }
-    uint64_t boundary = kLastCode;
-    if (parameters.top_k <= kLongestListedTopK && find_among_top(groups, &boundary))
-      return boundary;
-    return search_filters(has_top_k);
+    return parameters.top_k <= kLongestListedTopK && find_among_top(groups, boundary);
   }
 
   // The same, of a row with a filter, by searching the whole row.
-  __device__ uint64_t search_filters(bool has_top_k) {
+  __device__ uint64_t search_filters() {
     uint64_t boundary = kLastCode;
+    bool by_count = parameters.top_k < row.vocab_size;
 #pragma unroll 1  // one copy of the search's code
-    for (int filter = has_top_k ? 0 : 1; filter < (parameters.has_top_p ? 2 : 1); ++filter) {
+    for (;;) {
       const Need top_k{Need::Of::count, static_cast<uint64_t>(parameters.top_k)};
       const Need top_p{Need::Of::share, parameters.top_p};
-      boundary = search(filter == 0 ? top_k : top_p, boundary);
+      boundary = search(by_count ? top_k : top_p, boundary);
+      if (!by_count || !parameters.has_top_p) return boundary;
+      by_count = false;
     }
-    return boundary;
   }
 
   // Looks for a top-k's among the tokens at the top. False if they are too many.
@@ -58,8 +58,8 @@ struct RowBoundary : RowPasses<T, kAligned> {
     }
     // The bins up to the cut hold the wanted number of tokens at least: so many groups have their
     // largest there. (If all groups together do not, the tokens that have any weight are enough.)
-    const BinCut cut = cut_bins(shared.bins, {Need::Of::count, wanted}, shared.cut);
-    Passes::list_top(min(cut.bin, kLastBin - 1));
+    cut_bins(shared.bins, {Need::Of::count, wanted}, shared.cut);
+    Passes::list_top(min(shared.cut.bin, kLastBin - 1));
     Team::sync();
     int size = merge_lists(shared.list, shared.merged);
     if (size > kListCapacity) return false;
@@ -86,28 +86,28 @@ struct RowBoundary : RowPasses<T, kAligned> {
     } else {
       Passes::template fill_bins<true>(by_count, limit);
     }
-    BinCut cut = cut_bins(shared.bins, need, shared.cut);
-    if (cut.bin == kNumBins) {
+    cut_bins(shared.bins, need, shared.cut);
+    if (shared.cut.bin == kNumBins) {
       collect(empty_window(), limit);
       return limit;
     }
     // One bin rarely holds more than the list takes; then it is narrowed and collected again.
-    Window window = window_of_bin(cut.bin);
+    Window window = window_of_bin(shared.cut.bin);
     int size = 0;
     for (;;) {
-      need = {by_count ? Need::Of::count : Need::Of::weight, cut.need};
       collect(window, limit);
       Team::sync();
       size = merge_lists(shared.list, shared.merged);
       if (size <= kListCapacity) break;
       Team::sync();
       fill_digits(window, by_count, limit);
-      cut = cut_bins(shared.bins, need, shared.cut);
-      window = narrowed(window, cut.bin);
+      cut_bins(shared.bins, {by_count ? Need::Of::count : Need::Of::weight, shared.cut.need},
+               shared.cut);
+      window = narrowed(window, shared.cut.bin);
     }
     sort_codes(shared.merged, size);
-    const uint64_t boundary =
-        by_count ? shared.merged[need.amount - 1] : cut_list(size, need.amount);
+    const uint64_t rest = shared.cut.need;
+    const uint64_t boundary = by_count ? shared.merged[rest - 1] : cut_list(size, rest);
     weigh_listed(size, boundary);
     return boundary;
   }

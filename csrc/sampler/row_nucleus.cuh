@@ -48,7 +48,7 @@ struct RowNucleus : RowBoundary<T, kAligned> {
   using Passes = RowPasses<T, kAligned>;
   using Passes::clear_list, Passes::cut_list, Passes::inverse_temperature, Passes::kVector;
   using Passes::largest, Passes::parameters, Passes::row, Passes::scaled, Passes::shared;
-  using Passes::turn, Passes::weigh_listed;
+  using Passes::merge_lists, Passes::sort_codes, Passes::turn, Passes::weigh_listed;
 
   __device__ bool has_nucleus() const {
     return parameters.has_top_p && parameters.top_k >= row.vocab_size;
@@ -59,14 +59,10 @@ struct RowNucleus : RowBoundary<T, kAligned> {
   // The first pass. Leaves the spread of this block's part in shared.mass, and its largest logit.
   // The beginning of the part gives the reference; the few tokens above it are listed.
   __device__ void measure_mass(const uint4 (&raw)[kChunk]) {
-    float most = -INFINITY;
+    float groups[kVector], most = -INFINITY;
+    row.largest_of_chunk(raw, groups);
 #pragma unroll
-    for (int i = 0; i < kChunk; ++i) {
-      float x[kVector];
-      row.columns(raw[i], x);
-#pragma unroll
-      for (int j = 0; j < kVector; ++j) most = max_or_nan(most, x[j]);
-    }
+    for (int i = 0; i < kVector; ++i) most = max_or_nan(most, groups[i]);
     for (int i = threadIdx.x; i < kMassBins * kWarpSize; i += kThreads) shared.mass_of_lanes[i] = 0;
     if (threadIdx.x < kMassBins) shared.mass[threadIdx.x] = 0;
     if (threadIdx.x == 0) shared.list.size = 0;
@@ -321,12 +317,11 @@ struct RowNucleus : RowBoundary<T, kAligned> {
     return boundary;
   }
 
-  // The last token that top-p keeps, after measure_mass and a barrier of the team.
-  __device__ uint64_t find_nucleus() {
+  // The last token that top-p keeps, after measure_mass and a barrier of the team. False if the
+  // row has to be searched for it.
+  __device__ bool find_nucleus(uint64_t* boundary) {
     float from, to;
-    uint64_t boundary;
-    if (guess_window(&from, &to) && find_within(from, to, &boundary)) return boundary;
-    return this->search({Need::Of::share, parameters.top_p}, kLastCode);
+    return guess_window(&from, &to) && find_within(from, to, boundary);
   }
 };
 

@@ -47,6 +47,8 @@ struct Shared {
   uint64_t scratch[kWarps];
   // One for each exchange in the team, so that none is overwritten while others read it.
   uint64_t first_code, raw_total, rank, above_total, below_total;
+  uint64_t row_raw_total;        // of all parts
+  float token_logit;             // of the token whose log-probability is asked for
   float part_largest, part_top;  // of this block's part of the row
   uint32_t mass[kMassBins];      // of this block's part, from part_top down
   uint32_t team_mass[kMassBins];
@@ -262,8 +264,8 @@ struct RowPasses {
     }
   }
 
-  // The weight of the row at temperature 1, for the log-probability.
-  __device__ uint64_t find_raw_total() {
+  // The weight of the row at temperature 1, for the log-probability, into shared.row_raw_total.
+  __device__ void find_raw_total() {
     uint64_t total = 0;
     row.scan_stretch(turn(), [&](int, const float (&x)[kVector]) {
 #pragma unroll
@@ -271,10 +273,23 @@ struct RowPasses {
         total += weight_of(exponential(scaled_logit(x[i], largest, 1.0f)));
       }
     });
-    return team_sum(total, shared.raw_total);
+    total = team_sum(total, shared.raw_total);
+    if (threadIdx.x == 0) shared.row_raw_total = total;
   }
 
-  // ---- the list ----
+  // ---- the bins and the list ----
+  // Functions of their own, since they are long and called from several places, and of each
+  // kernel's own, so that they leave those registers alone which that kernel needs meanwhile.
+
+  static __device__ __noinline__ void cut_bins(Bins& bins, Need need, BinCut& result) {
+    sampling::cut_bins(bins, need, result);
+  }
+  static __device__ __noinline__ int merge_lists(const TokenList& list, uint64_t* merged) {
+    return sampling::merge_lists(list, merged);
+  }
+  static __device__ __noinline__ void sort_codes(uint64_t* codes, int size) {
+    sampling::sort_codes(codes, size);
+  }
 
   __device__ void clear_list() {
     if (threadIdx.x == 0) shared.list.size = 0;

@@ -54,6 +54,21 @@ __device__ inline void unpack(const uint4& raw, float (&x)[8], const Float16*) {
   }
 }
 
+// The larger of the columns in 4 bytes each, NaN where either is.
+__device__ inline uint32_t packed_max_or_nan(uint32_t a, uint32_t b, const float*) {
+  return bits_of(max_or_nan(float_of(a), float_of(b)));
+}
+__device__ inline uint32_t packed_max_or_nan(uint32_t a, uint32_t b, const BFloat16*) {
+  uint32_t result;
+  asm("max.NaN.bf16x2 %0, %1, %2;" : "=r"(result) : "r"(a), "r"(b));
+  return result;
+}
+__device__ inline uint32_t packed_max_or_nan(uint32_t a, uint32_t b, const Float16*) {
+  uint32_t result;
+  asm("max.NaN.f16x2 %0, %1, %2;" : "=r"(result) : "r"(a), "r"(b));
+  return result;
+}
+
 // Four bytes of -inf.
 __device__ inline uint32_t minus_infinity(const float*) { return 0xff800000u; }
 __device__ inline uint32_t minus_infinity(const BFloat16*) { return 0xff80ff80u; }
@@ -167,6 +182,19 @@ struct Row {
       raw[i] =
           load(stretch_begin(team_warp) + i * kWarpSize + lane_index(), stretch_end(team_warp));
     }
+  }
+
+  // The largest of each of their columns, NaN if one is. Found before they are unpacked: unpacked
+  // columns of two bytes would be kept in twice the registers until they are visited.
+  __device__ static void largest_of_chunk(const uint4 (&raw)[kChunk], float (&largest)[kVector]) {
+    const T* type = nullptr;
+    uint4 most = raw[0];
+#pragma unroll
+    for (int i = 1; i < kChunk; ++i) {
+      most = {packed_max_or_nan(most.x, raw[i].x, type), packed_max_or_nan(most.y, raw[i].y, type),
+              packed_max_or_nan(most.z, raw[i].z, type), packed_max_or_nan(most.w, raw[i].w, type)};
+    }
+    columns(most, largest);
   }
 
   // Calls visit(vector, x) for those, then for the rest of the stretch.

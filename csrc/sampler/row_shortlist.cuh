@@ -14,7 +14,7 @@ template <typename T, bool kAligned>
 struct RowShortlist : RowDraw<T, kAligned> {
   using Passes = RowPasses<T, kAligned>;
   using Passes::inverse_temperature, Passes::kVector, Passes::largest, Passes::parameters;
-  using Passes::row, Passes::scaled, Passes::shared;
+  using Passes::row, Passes::scaled, Passes::shared, Passes::sort_codes;
 
   // A list holds about as many times top_k tokens as the part is longer than its beginning.
   __device__ bool has_shortlist() const {
@@ -29,14 +29,7 @@ struct RowShortlist : RowDraw<T, kAligned> {
   // tokens of no weight are left out.
   __device__ void list_candidates(const uint4 (&raw)[kChunk]) {
     float groups[kVector];
-    for (float& group : groups) group = -INFINITY;
-#pragma unroll
-    for (int i = 0; i < kChunk; ++i) {
-      float x[kVector];
-      row.columns(raw[i], x);
-#pragma unroll
-      for (int j = 0; j < kVector; ++j) groups[j] = max_or_nan(groups[j], x[j]);
-    }
+    row.largest_of_chunk(raw, groups);
     clear_coarse();
     if (threadIdx.x == 0) shared.list.size = 0;
     float most = -INFINITY;

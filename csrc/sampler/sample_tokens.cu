@@ -14,9 +14,11 @@
 //               1 pass: that bin's tokens into the list, and the weights of all before them
 //   the draw    from the weights of each warp's stretch of the row; only one stretch is read again
 //
-// Shared memory: 42 KB a block. Row strides and addresses are free. Padding rows (slot -1) return
-// at once. The launch is dependent (dependent_launch.cuh), so no load of logits may be one through
-// the non-coherent cache, which compilers move. Invariants: whatever decides is an integer or a
+// Shared memory: 42 KB a block. Registers: 64 a thread, so that two blocks fit a multiprocessor;
+// what is needed only at the end waits in shared memory, so that none is spilled. Row strides and
+// addresses are free. Padding rows (slot -1) return at once.
+// The launch is dependent (dependent_launch.cuh), so no load of logits may be one through the
+// non-coherent cache, which compilers move. Invariants: whatever decides is an integer or a
 // comparison, so that neither the team's size nor timing shows in the result; a barrier of the team
 // (Team::sync) lies between a block's last read of another's shared memory and the next write
 // there.
@@ -45,6 +47,9 @@ __global__ void __launch_bounds__(kThreads, 2)
   const int64_t r = blockIdx.x / Team::size();
   const Row<T, kAligned> row(static_cast<const T*>(p.logits) + r * p.row_stride,
                              static_cast<int>(p.vocab_size));
+  if (p.of_changed_rows && !is_changed(p.changes.kinds, p.slots[r], p.num_slots)) return;
+  uint4 raw[kChunk];
+  row.load_chunk(raw);  // on its way together with the slot and its parameters
   const int32_t slot = p.slots[r];
   if (is_changed(p.changes.kinds, slot, p.num_slots) != p.of_changed_rows) return;
   const bool is_first_thread = Team::rank() == 0 && threadIdx.x == 0;
@@ -56,9 +61,6 @@ __global__ void __launch_bounds__(kThreads, 2)
     if (is_first_thread) write(-1, 0.0f);
     return;
   }
-  uint4 raw[kChunk];
-  row.load_chunk(raw);  // on its way together with the parameters
-
   if (threadIdx.x == 0) {
     shared.parameters =
         row_parameters(p.temperature[slot], p.top_k[slot], p.top_p[slot], p.min_p[slot],
@@ -71,13 +73,6 @@ __global__ void __launch_bounds__(kThreads, 2)
   const bool rated = !p.of_changed_rows && is_rated(p, slot);  // those are rated by another kernel
   RowShortlist<T, kAligned> sampler{
       {{{{row, shared, shared.parameters, shared.parameters.inverse_temperature, 0.0f, false}}}}};
-  auto finish = [&](uint64_t drawn, uint64_t raw_total) {  // the one thread that has a token
-    if (drawn == kLastCode) return;
-    const float logprob =
-        rated ? log_probability(logit_of_code(drawn), sampler.largest, raw_total) : 0.0f;
-    write(id_of_code(drawn), logprob);
-    if (p.of_changed_rows) count_token(p.changes, slot, id_of_code(drawn));
-  };
 
   // The first pass over the row, by what the row needs.
   const bool greedy = shared.parameters.greedy;
@@ -102,26 +97,35 @@ __global__ void __launch_bounds__(kThreads, 2)
 
   if (!isfinite(sampler.largest)) {
     if (is_first_thread) write(-1, NAN);
-  } else {
-    const uint64_t raw_total = rated ? sampler.find_raw_total() : 0;
-    if (greedy) {
-      if (is_first_thread) finish(first, raw_total);
-    } else {
-      const int listed = shortlist ? sampler.listed() : -1;
-      if (listed >= 0) {
-        const bool draws = Team::rank() == static_cast<int>(r % Team::size());
-        if (draws) merge_lists(shared.list, shared.merged);
-        Team::sync();  // from here on no block looks at another's shared memory
-        if (draws) finish(sampler.draw_listed(listed), raw_total);
-        return;
-      }
-      const uint64_t boundary = shortlist ? sampler.search_filters(true)
-                                : nucleus ? sampler.find_nucleus()
-                                          : sampler.find_boundary(groups);
-      finish(sampler.draw(boundary), raw_total);
-    }
+    Team::sync();  // no block leaves while another may look at its shared memory
+    return;
   }
-  Team::sync();  // no block leaves while another may look at its shared memory
+  if (rated) sampler.find_raw_total();
+  uint64_t drawn;
+  const int listed = shortlist ? sampler.listed() : -1;
+  if (greedy) {
+    drawn = is_first_thread ? first : kLastCode;
+    Team::sync();
+  } else if (listed >= 0) {
+    const bool draws = Team::rank() == static_cast<int>(r % Team::size());
+    if (draws) sampler.merge_lists(shared.list, shared.merged);
+    Team::sync();  // from here on no block looks at another's shared memory
+    if (!draws) return;
+    drawn = sampler.draw_listed(listed);
+  } else {
+    uint64_t boundary = kLastCode;
+    const bool found = nucleus      ? sampler.find_nucleus(&boundary)
+                       : !shortlist ? sampler.find_boundary(groups, &boundary)
+                                    : false;
+    if (!found) boundary = sampler.search_filters();
+    drawn = sampler.draw(boundary);
+    Team::sync();
+  }
+  if (drawn == kLastCode) return;  // one thread has a token
+  const float logprob =
+      rated ? log_probability(logit_of_code(drawn), sampler.largest, shared.row_raw_total) : 0.0f;
+  write(id_of_code(drawn), logprob);
+  if (p.of_changed_rows) count_token(p.changes, slot, id_of_code(drawn));
 }
 
 template <typename T>

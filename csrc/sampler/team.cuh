@@ -132,10 +132,10 @@ __device__ inline float block_max_or_nan(float value, uint64_t (&scratch)[kWarps
   const uint32_t key = __reduce_max_sync(kAllLanes, ordered_key(value));
   if (lane_index() == 0) scratch[warp_index()] = key;
   __syncthreads();
-  uint64_t most = scratch[0];
-  for (int warp = 1; warp < kWarps; ++warp) most = scratch[warp] > most ? scratch[warp] : most;
+  const auto of_warp = static_cast<uint32_t>(scratch[lane_index() % kWarps]);
+  const uint32_t most = __reduce_max_sync(kAllLanes, of_warp);
   __syncthreads();
-  return float_of_key(static_cast<uint32_t>(most));
+  return float_of_key(most);
 }
 
 // The sum over the threads before this one.

@@ -39,7 +39,7 @@ struct TokenList {
 // Copies the lists of all blocks of the team into `merged`. Returns the number of tokens, or more
 // than kListCapacity (and merges nothing) if there is no room. All threads call this, after a
 // barrier of the team that follows the collecting; the lists may change again after the next one.
-static __device__ __noinline__ int merge_lists(const TokenList& list, uint64_t* merged) {
+__device__ inline int merge_lists(const TokenList& list, uint64_t* merged) {
   int sizes[kMaxTeam], size = 0, begin = 0, theirs = 0;
   gather(list.size, 0, sizes);
   const int rank = warp_index() % Team::size();  // whose list this warp helps to copy
@@ -59,7 +59,7 @@ static __device__ __noinline__ int merge_lists(const TokenList& list, uint64_t* 
 }
 
 // Sorts `size` codes ascending. All threads call this.
-static __device__ __noinline__ void sort_codes(uint64_t* codes, int size) {
+__device__ inline void sort_codes(uint64_t* codes, int size) {
   if (size <= kThreads / 2) {  // few: every code counts those before it
     const int i = static_cast<int>(threadIdx.x);
     const uint64_t code = i < size ? codes[i] : kLastCode;

@@ -28,12 +28,19 @@ struct RowLogprobs : RowBoundary<T, kAligned> {
   // The last of the first `count` tokens; kLastCode if no more than those have a finite logit.
   __device__ uint64_t find_last_of(uint64_t count, const float (&groups)[kVector]) {
     if (count == 0 || count >= static_cast<uint64_t>(row.vocab_size)) return kLastCode;
-    const uint64_t boundary = this->find_boundary(groups);
-    if (boundary != kLastCode) return boundary;
-    // Too few tokens weigh anything. With all in one bin they are told apart by their logits'
-    // digits.
-    this->inverse_temperature = 0.0f;
-    return this->search({Need::Of::count, count}, kLastCode);
+    uint64_t boundary;
+    if (this->find_boundary(groups, &boundary)) {
+      if (boundary != kLastCode) return boundary;
+      this->inverse_temperature = 0.0f;
+    }
+    // Where too few tokens weigh anything, they are told apart by their logits' digits, with all in
+    // one bin.
+#pragma unroll 1  // one copy of the search's code
+    for (;;) {
+      boundary = this->search({Need::Of::count, count}, kLastCode);
+      if (boundary != kLastCode || this->inverse_temperature == 0.0f) return boundary;
+      this->inverse_temperature = 0.0f;
+    }
   }
 
   struct Sums {
@@ -70,14 +77,13 @@ __global__ void __launch_bounds__(kThreads, 2)
   begin_dependent();
   __shared__ Shared shared;
   const int64_t r = blockIdx.x / Team::size();
-  const bool is_first_thread = Team::rank() == 0 && threadIdx.x == 0;
-  const bool is_first_block = Team::rank() == 0;
   auto write_nothing = [&] {
-    if (is_first_thread) {
+    if (Team::rank() != 0) return;
+    if (threadIdx.x == 0) {
       p.logprobs[r] = NAN;
       if (p.ranks != nullptr) p.ranks[r] = 0;
     }
-    for (int64_t i = threadIdx.x; is_first_block && i < p.num_top; i += kThreads) {
+    for (int64_t i = threadIdx.x; i < p.num_top; i += kThreads) {
       p.top_ids[r * p.num_top + i] = -1;
       p.top_logprobs[r * p.num_top + i] = NAN;
     }
@@ -87,8 +93,7 @@ __global__ void __launch_bounds__(kThreads, 2)
     if (!is_changed(p.kinds, slot, p.num_slots)) return;
     if (p.wants_logprob != nullptr && !p.wants_logprob[slot]) return;
   }
-  const int64_t token = p.token_ids[r];
-  if (token < 0 || token >= p.vocab_size) {
+  if (p.token_ids[r] < 0 || p.token_ids[r] >= p.vocab_size) {
     write_nothing();
     return;
   }
@@ -107,25 +112,29 @@ __global__ void __launch_bounds__(kThreads, 2)
   sampler.largest = sampler.find_largest(raw, groups);
   if (!isfinite(sampler.largest)) {
     write_nothing();
-  } else {
-    const uint64_t last = sampler.find_last_of(p.num_top, groups);
-    const float logit = sampler.row.logit(static_cast<int>(token));
-    const auto sums =
-        sampler.sum_and_list(order_code(logit, static_cast<uint32_t>(token)), last, p.num_top > 0);
-    if (is_first_thread) {
-      p.logprobs[r] = log_probability(logit, sampler.largest, sums.total);
-      if (p.ranks != nullptr) p.ranks[r] = static_cast<int64_t>(sums.rank);
-    }
-    const int size = merge_lists(shared.list, shared.merged);
-    sort_codes(shared.merged, size);
-    for (int64_t i = threadIdx.x; is_first_block && i < p.num_top; i += kThreads) {
-      const uint64_t code = shared.merged[i < size ? i : 0];
-      p.top_ids[r * p.num_top + i] = i < size ? static_cast<int64_t>(id_of_code(code)) : -1;
-      p.top_logprobs[r * p.num_top + i] =
-          i < size ? log_probability(logit_of_code(code), sampler.largest, sums.total) : -INFINITY;
-    }
+    Team::sync();  // no block leaves while another may look at its shared memory
+    return;
   }
-  Team::sync();  // no block leaves while another may look at its shared memory
+  const uint64_t last = sampler.find_last_of(p.num_top, groups);
+  const int64_t token = p.token_ids[r];  // again, rather than kept so long
+  const uint64_t token_code =
+      order_code(sampler.row.logit(static_cast<int>(token)), static_cast<uint32_t>(token));
+  if (threadIdx.x == 0) shared.token_logit = logit_of_code(token_code);
+  const auto sums = sampler.sum_and_list(token_code, last, p.num_top > 0);
+  if (Team::rank() == 0 && threadIdx.x == 0) {
+    p.logprobs[r] = log_probability(shared.token_logit, sampler.largest, sums.total);
+    if (p.ranks != nullptr) p.ranks[r] = static_cast<int64_t>(sums.rank);
+  }
+  const int size = sampler.merge_lists(shared.list, shared.merged);
+  Team::sync();  // from here on no block looks at another's shared memory
+  if (Team::rank() != 0) return;
+  sampler.sort_codes(shared.merged, size);
+  for (int64_t i = threadIdx.x; i < p.num_top; i += kThreads) {
+    const uint64_t code = shared.merged[i < size ? i : 0];
+    p.top_ids[r * p.num_top + i] = i < size ? static_cast<int64_t>(id_of_code(code)) : -1;
+    p.top_logprobs[r * p.num_top + i] =
+        i < size ? log_probability(logit_of_code(code), sampler.largest, sums.total) : -INFINITY;
+  }
 }
 
 template <typename T>
