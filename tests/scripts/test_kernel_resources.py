@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
-from kernel_resources import Kernel, parse_report, readable, table
+import pytest
+from kernel_resources import (
+    Kernel,
+    kernels_of,
+    parse_report,
+    readable,
+    reports_of_latest_build,
+    spills_too_much,
+    table,
+)
 
 REPORT = """\
 ptxas info    : 0 bytes gmem
@@ -34,3 +43,32 @@ def test_names_are_as_in_the_source() -> None:
 def test_columns_line_up() -> None:
     rows = [("kernel", "arch", "registers"), ("k", "sm_80", "7")]
     assert table(rows) == "kernel  arch   registers\nk       sm_80          7"
+
+
+def test_a_kernel_that_is_not_listed_may_not_spill() -> None:
+    spilling, plain = parse_report(REPORT)
+    assert spills_too_much(spilling, "kernel<64>")
+    assert not spills_too_much(plain, "plain")
+
+
+@pytest.mark.parametrize(
+    ("arch", "stores", "too_much"), [("sm_80", 4, False), ("sm_80", 8, True), ("sm_90a", 4, True)]
+)
+def test_a_listed_kernel_may_spill_so_much_on_that_architecture(
+    arch: str, stores: int, too_much: bool
+) -> None:
+    kernel = Kernel("", arch, spill_stores=stores)
+    assert spills_too_much(kernel, "top_logprobs_kernel<sampling::BFloat16, false>") == too_much
+
+
+def test_no_kernel_of_the_latest_build_spills_more_than_it_may() -> None:
+    reports = reports_of_latest_build()
+    if not reports:
+        pytest.skip("the latest build compiled no CUDA kernel")
+    for report in reports:
+        spilling = [
+            f"{name} ({kernel.arch}): {kernel.spill_stores} bytes"
+            for kernel, name in kernels_of(report)
+            if spills_too_much(kernel, name)
+        ]
+        assert not spilling, f"{report.name}: {spilling}"
