@@ -24,10 +24,9 @@ struct AttentionTile {
   int64_t first_row, num_rows;
   int64_t first_key, end_key;  // of any of its rows
   int64_t chunk_len, num_chunks;
-  int64_t
-      partials;  // where the chunks' results go in the workspace; kNoPartials: an item has them all
+  int64_t partials;  // where the chunks' results go in the workspace, or kNoPartials
 };
-constexpr int64_t kNoPartials = -1;
+constexpr int64_t kNoPartials = -1;  // one item has all of the tile's chunks
 
 struct AttentionItem {
   int32_t tile, kv_head;
@@ -38,8 +37,7 @@ struct AttentionWork {
   const AttentionTile* tiles;
   const AttentionItem* items;  // independent of each other; the long ones first
   int64_t num_items;
-  const AttentionItem*
-      merges;  // after all items: tiles and heads whose chunks lie in the workspace
+  const AttentionItem* merges;  // after all items: what has its chunks in the workspace
   int64_t num_merges;
   int64_t num_workers;  // threads that are worth waking
 };

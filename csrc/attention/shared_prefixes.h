@@ -6,8 +6,10 @@
 // The members' queries are packed over these keys, as if they were the rows of one long query that
 // sees all of them, and the results are folded into those of each member's own keys:
 //
-//   (m, l, o) of the prefix and of the rest:  m' = max(m1, m2);  l' = l1 e^(m1 - m') + l2 e^(m2 -
-//   m') o' likewise;  out = o' / l'
+//   (m, l, o) of the prefix and of the rest:
+//     m' = max(m1, m2)
+//     l' = l1 e^(m1 - m') + l2 e^(m2 - m'), o' likewise
+//     out = o' / l'
 //
 // For steps of decodes alone: every sequence has one query token.
 #pragma once

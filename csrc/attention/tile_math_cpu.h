@@ -48,8 +48,7 @@ PAGEDINFER_SIMD FloatVector rescale(FloatVector part_max, FloatVector whole_max)
   return exp(part_max - (whole_max == -kInfinity ? FloatVector{} : whole_max));
 }
 
-// ---- scores [keys, padded rows] = key [keys, head_dim] . query [head_dim, padded rows]
-// --------------
+// ---- scores [keys, padded rows] = key [keys, head_dim] . query [head_dim, padded rows] ----
 
 template <int kVectors>
 void score_panel(const float* query, const float* key, int64_t padded_rows, int64_t head_dim,
@@ -90,8 +89,7 @@ inline void score(const float* query, const float* key, int64_t num_keys, int64_
   }
 }
 
-// ---- weights = exp(scores - max), in place
-// ---------------------------------------------------------
+// ---- weights = exp(scores - max), in place ----
 
 // Moves max and sum on; correction [padded rows] is what the sums so far are to be multiplied with.
 inline void weigh(float* scores, int64_t first_key, int64_t num_keys, int64_t padded_rows,
@@ -130,8 +128,7 @@ inline void weigh(float* scores, int64_t first_key, int64_t num_keys, int64_t pa
   }
 }
 
-// ---- the same for few rows: scores [rows, kKeyBlock], then weights [keys, kFewRows]
-// -----------------
+// ---- the same for few rows: scores [rows, kKeyBlock], then weights [keys, kFewRows] ----
 
 // query [rows, head_dim]; `key` has room for num_keys rounded up to 4.
 template <int kRows>
@@ -205,8 +202,7 @@ inline void weigh_few(float* scores, int64_t first_key, int64_t num_keys, int64_
   }
 }
 
-// ---- out [rows, head_dim] = out * correction + weights^T . value [keys, head_dim]
-// -------------------
+// ---- out [rows, head_dim] = out * correction + weights^T . value [keys, head_dim] ----
 
 template <int kRows, int kVectors>
 void collect_panel(const float* weights, const float* value, const float* correction,
@@ -264,8 +260,7 @@ inline void collect(const float* weights, const float* value, const float* corre
   }
 }
 
-// ---- SoftmaxState
-// ----------------------------------------------------------------------------------
+// ---- SoftmaxState ----
 
 inline void clear(SoftmaxState state, int64_t num_rows, int64_t padded_rows, int64_t head_dim) {
   for (int64_t r = 0; r < padded_rows; ++r) {

@@ -41,9 +41,8 @@ constexpr int kMinChunkTiles = 4;
 // Places for partial results that a block has; slot s of block b is b * kSlotsPerBlock + s:
 //   0 .. kMaxChunks - 2   its parts of the unit that began in an earlier range: slot 0 alone or, in
 //                         deterministic mode, one for each chunk
-//   kPrefixSlot, + 1      its part of a unit that begins in its range ("prefix"); deterministic
-//   mode
-//                         alternates: a chunk is folded from the one into the other
+//   kPrefixSlot, + 1      its part of a unit that begins in its range ("prefix"); in deterministic
+//                         mode chunks are folded from the one into the other in turn
 constexpr int kSlotsPerBlock = kMaxChunks + 1;
 constexpr int kPrefixSlot = kMaxChunks - 1;
 

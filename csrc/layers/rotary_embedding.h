@@ -1,8 +1,8 @@
 // rotary_embedding: turns pairs of a head's elements by angles that grow with the token's position.
 //
-//   half = rotary_dim / 2; cos = cos_sin_cache[positions[t], :half]; sin =
-//   cos_sin_cache[positions[t], half:] for each head and i < half, (x, y) = elements (i, i + half),
-//   or (2i, 2i + 1) if interleaved:
+//   half = rotary_dim / 2
+//   cos = cos_sin_cache[positions[t], :half];  sin = cos_sin_cache[positions[t], half:]
+//   for each head and i < half, (x, y) = elements (i, i + half), or (2i, 2i + 1) if interleaved:
 //     x' = round(x cos[i] - y sin[i]);  y' = round(y cos[i] + x sin[i])
 //
 // Arithmetic is in float32 without fused multiply-adds, so that every device gives the same bits.

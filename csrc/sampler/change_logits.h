@@ -3,9 +3,10 @@
 //
 //   y = -inf                        if the mask does not allow the token
 //   y = x + bias                    of tokens that have one
-//   y = y / r or y * r              y > 0 or not; of tokens in the prompt or generated, r:
-//   repetition y = y - f * times - g           of tokens generated so many times, f: frequency, g:
-//   presence
+//   y = y / r or y * r              where y > 0 or not, of tokens in the prompt or generated
+//   y = y - f * times - g           of tokens generated so many times
+//
+// with r, f and g the repetition, frequency and presence penalties.
 //
 // Rows of slots without changes are left out, here and in the memory that is read.
 #pragma once

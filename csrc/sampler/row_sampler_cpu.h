@@ -5,12 +5,10 @@
 // is left to find is one boundary in the order of tokens:
 //
 //   1. Nearly always it lies among a few hundred tokens at the top: those are put in a list (how
-//   far
-//      down to go follows from the groups' largest), sorted, and cut.
+//      far down to go follows from the groups' largest), sorted, and cut.
 //   2. Otherwise (a flat distribution, a long top-k, many ties) the row's histogram says in which
-//   bin the
-//      boundary lies, crowded bins are narrowed digit by digit, and the list is made of what
-//      remains.
+//      bin the boundary lies, crowded bins are narrowed digit by digit, and the list is made of
+//      what remains.
 //
 // The draw then walks the row once more, up to the boundary. For *_cpu.cpp files: see
 // common/cpu_isa.h.

@@ -8,9 +8,9 @@
 //   top-k, or top-p that leaves few tokens
 //               1 pass: the tokens at the top into a list, as far down as those largest logits show
 //               to be enough; the list is sorted and cut
-//   any other   1 pass: counts and weights by bins, which tell in which bin the boundary lies;
-//   crowded
-//               bins are narrowed, 1 pass a digit (only where thousands of logits tie or nearly so)
+//   any other   1 pass: counts or weights by bins, which tell in which bin the boundary lies;
+//               crowded bins are narrowed, 1 pass a digit (only where thousands of logits tie or
+//               nearly so)
 //               1 pass: that bin's tokens into the list, and the weights of all before them
 //   the draw    from the weights of each warp's stretch of the row; only one stretch is read again
 //

@@ -8,8 +8,7 @@
 //   top-k     the first k; top-p: of those, the shortest prefix with floor(p * total weight);
 //             min-p: of those, the ones with exp(..) >= min_p
 //   draw      r uniform in [0, total weight kept); walking the kept tokens by rising id, the first
-//   whose
-//             running weight exceeds r
+//             whose running weight exceeds r
 //   logprob   log softmax(x) of the drawn token, over the raw logits
 #pragma once
 

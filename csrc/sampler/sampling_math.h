@@ -18,8 +18,7 @@
 namespace pagedinfer {
 namespace sampling {
 
-// ---- single operations, never contracted
-// ----------------------------------------------------------
+// ---- single operations, never contracted ----
 
 PAGEDINFER_SHARED float subtract(float a, float b) {
 #ifdef __CUDA_ARCH__
@@ -90,8 +89,7 @@ PAGEDINFER_SHARED uint64_t multiply_high(uint64_t a, uint64_t b) {
 #endif
 }
 
-// ---- weights
-// --------------------------------------------------------------------------------------
+// ---- weights ----
 
 // A weight is exp(z) * 2^44, cut to an integer. The weights of 2^19 tokens sum to at most 2^63.
 constexpr int kWeightBits = 44;
@@ -131,8 +129,7 @@ PAGEDINFER_SHARED uint64_t weight_of(float e) {
   return (mantissa << (kWeightBits - 23)) >> (below_one < 63u ? below_one : 63u);
 }
 
-// ---- one row's parameters
-// -------------------------------------------------------------------------
+// ---- one row's parameters ----
 
 // Below this a temperature means greedy.
 constexpr float kGreedyTemperature = 1e-5f;
@@ -177,8 +174,7 @@ PAGEDINFER_SHARED uint64_t top_p_target(uint64_t total, uint64_t top_p) {
   return target > 0 ? target : 1;
 }
 
-// ---- the random number of a choice
-// ----------------------------------------------------------------
+// ---- the random number of a choice ----
 
 struct Philox4x32 {
   uint32_t word[4];
@@ -213,8 +209,7 @@ PAGEDINFER_SHARED uint64_t random_below(uint64_t total, uint64_t bits) {
   return multiply_high(bits, total);
 }
 
-// ---- log-probability
-// ------------------------------------------------------------------------------
+// ---- log-probability ----
 
 // log softmax of a logit, given the row's largest logit and the sum of the row's weights at
 // temperature 1.

@@ -77,8 +77,7 @@ __device__ inline Sum sum_over_team(const V& shared) {
   return sum;
 }
 
-// ---- within a warp: all lanes call these together
-// ---------------------------------------------------
+// ---- within a warp: all lanes call these together ----
 
 __device__ inline uint64_t warp_sum(uint64_t value) {
   for (int offset = kWarpSize / 2; offset > 0; offset /= 2) {
@@ -104,8 +103,7 @@ __device__ inline uint64_t warp_prefix_sum(uint64_t value) {
   return value;
 }
 
-// ---- within a block: all threads call these together; `scratch` is free again on return
-// -------------
+// ---- within a block: all threads call these together; `scratch` is free again on return ----
 
 __device__ inline uint64_t block_sum(uint64_t value, uint64_t (&scratch)[kWarps]) {
   value = warp_sum(value);

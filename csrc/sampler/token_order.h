@@ -31,8 +31,7 @@ PAGEDINFER_SHARED uint32_t id_of_code(uint64_t code) { return static_cast<uint32
 // -inf with the highest of ids: comes after every token. As a boundary it keeps all.
 constexpr uint64_t kLastCode = 0xff800000ffffffffu;
 
-// ---- bins
-// -----------------------------------------------------------------------------------------
+// ---- bins ----
 
 // A row's tokens fall into bins by z, the first bin at the top, 1/64 wide. The last one takes all
 // that lies below; those tokens weigh nothing (exp(-31.98) < 2^-44), so no search ever enters it.
@@ -45,8 +44,7 @@ PAGEDINFER_SHARED int bin_of(float z) {
   return scaled < static_cast<float>(kLastBin) ? static_cast<int>(scaled) : kLastBin;
 }
 
-// ---- windows
-// --------------------------------------------------------------------------------------
+// ---- windows ----
 
 // A stretch of the order in which a boundary is known to lie: the tokens of one bin whose codes are
 // in [first, last]. A crowded window is narrowed digit by digit of the codes: 11, 11 and 10 bits of
