@@ -25,6 +25,7 @@
 #include "attention/warp_attention.cuh"
 #include "common/dependent_launch.cuh"
 #include "common/device_limits.h"
+#include "common/warp.cuh"
 #include "layers/elements.cuh"
 #include "layers/row_math.cuh"
 
@@ -82,8 +83,7 @@ struct HeadOfWarp {
   }
 
   __device__ __forceinline__ void norm(const T* weight, float epsilon) {
-    float sum = sum_of_squares(a) + sum_of_squares(b);
-    for (int offset = 16; offset > 0; offset /= 2) sum += __shfl_xor_sync(kWarpMask, sum, offset);
+    const float sum = warp_sum(sum_of_squares(a) + sum_of_squares(b));
     const float factor = rsqrtf(sum / HEAD_DIM + epsilon);
     a = normalised(a, factor, load_vector<kHalf>(weight + first()));
     b = normalised(b, factor, load_vector<kHalf>(weight + HEAD_DIM / 2 + first()));

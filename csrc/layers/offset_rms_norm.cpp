@@ -12,13 +12,8 @@ void offset_rms_norm(const Tensor& input, const Tensor& weight, double epsilon, 
                      std::optional<Tensor> addend) {
   const char* op = "offset_rms_norm";
   ArgumentChecker check(op);
-  const DType dtype = check_norm(op, check, input, weight, out);
+  const DType dtype = check_norm(op, check, input, weight, out, "addend", addend);
   const int64_t hidden = check.size("hidden");
-  if (addend) {
-    check_same_shape(op, "addend", *addend, "input", input);
-    check.float_dtype("addend", *addend);
-    check.same_device("addend", *addend);
-  }
   const RowCounts counts = row_counts(input);
   const OffsetRmsNormParams params{
       .input = input.const_data_ptr(),

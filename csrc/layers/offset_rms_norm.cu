@@ -7,6 +7,7 @@
 // parameters: T, the element type; kVec, elements of a vector; kTeam, threads of a row.
 #include "common/dependent_launch.cuh"
 #include "common/dtype.h"
+#include "common/warp.cuh"
 #include "layers/elements.cuh"
 #include "layers/offset_rms_norm_cuda.h"
 #include "layers/row_place.cuh"
@@ -22,8 +23,7 @@ constexpr int64_t kShortRow = 512;  // a warp reads it in two vectors a thread
 // The sum over a team of `kTeam` threads, which all of them get.
 template <int kTeam>
 __device__ __forceinline__ float sum_of_team(float x) {
-#pragma unroll
-  for (int distance = 16; distance > 0; distance /= 2) x += __shfl_xor_sync(~0u, x, distance);
+  x = warp_sum(x);
   if constexpr (kTeam > 32) {
     __shared__ float sums[kWarps];
     if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = x;

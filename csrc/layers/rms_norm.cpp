@@ -12,12 +12,9 @@ void rms_norm(const Tensor& input, const Tensor& weight, double epsilon, Tensor 
               std::optional<Tensor> residual) {
   const char* op = "rms_norm";
   ArgumentChecker check(op);
-  const DType dtype = check_norm(op, check, input, weight, out);
+  const DType dtype = check_norm(op, check, input, weight, out, "residual", residual);
   const int64_t hidden = check.size("hidden");
   if (residual) {
-    check_same_shape(op, "residual", *residual, "input", input);
-    check.float_dtype("residual", *residual);
-    check.same_device("residual", *residual);
     PAGEDINFER_CHECK(input.numel() == 0 || (residual->const_data_ptr() != input.const_data_ptr() &&
                                             residual->const_data_ptr() != out.const_data_ptr()),
                      "rms_norm: residual shares its memory with input or out; expected its own");

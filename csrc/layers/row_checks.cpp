@@ -40,7 +40,7 @@ void check_same_shape(const char* op, const char* name, const Tensor& tensor, co
 }
 
 DType check_norm(const char* op, ArgumentChecker& check, const Tensor& input, const Tensor& weight,
-                 const Tensor& out) {
+                 const Tensor& out, const char* added_name, const std::optional<Tensor>& added) {
   check.shape("weight", weight, {"hidden"});
   const int64_t hidden = check.size("hidden");
   PAGEDINFER_CHECK(input.dim() >= 1 && input.size(input.dim() - 1) == hidden, op,
@@ -54,6 +54,11 @@ DType check_norm(const char* op, ArgumentChecker& check, const Tensor& input, co
   check.same_device("weight", weight);
   check.same_device("out", out);
   check.contiguous("weight", weight);
+  if (added) {
+    check_same_shape(op, added_name, *added, "input", input);
+    check.float_dtype(added_name, *added);
+    check.same_device(added_name, *added);
+  }
   return dtype;
 }
 

@@ -19,9 +19,10 @@ RowStrides row_strides(const char* op, const char* name, const Tensor& tensor);
 void check_same_shape(const char* op, const char* name, const Tensor& tensor, const char* like_name,
                       const Tensor& like);
 
-// What norms take: input [..., hidden], weight [hidden] and contiguous, out shaped as input; of one
-// dtype, which is returned, and on one device. `check` knows "hidden" afterwards.
+// What norms take: input [..., hidden], weight [hidden] and contiguous, out shaped as input, as is
+// what may be added before or after; of one dtype, which is returned, and on one device. `check`
+// knows "hidden" afterwards.
 DType check_norm(const char* op, ArgumentChecker& check, const Tensor& input, const Tensor& weight,
-                 const Tensor& out);
+                 const Tensor& out, const char* added_name, const std::optional<Tensor>& added);
 
 }  // namespace pagedinfer
