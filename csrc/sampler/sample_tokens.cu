@@ -47,9 +47,6 @@ __global__ void __launch_bounds__(kThreads, 2)
   const int64_t r = blockIdx.x / Team::size();
   const Row<T, kAligned> row(static_cast<const T*>(p.logits) + r * p.row_stride,
                              static_cast<int>(p.vocab_size));
-  if (p.of_changed_rows && !is_changed(p.changes.kinds, p.slots[r], p.num_slots)) return;
-  uint4 raw[kChunk];
-  row.load_chunk(raw);  // on its way together with the slot and its parameters
   const int32_t slot = p.slots[r];
   if (is_changed(p.changes.kinds, slot, p.num_slots) != p.of_changed_rows) return;
   const bool is_first_thread = Team::rank() == 0 && threadIdx.x == 0;
@@ -61,6 +58,9 @@ __global__ void __launch_bounds__(kThreads, 2)
     if (is_first_thread) write(-1, 0.0f);
     return;
   }
+  uint4 raw[kChunk];
+  row.load_chunk(raw);  // on its way together with the parameters
+
   if (threadIdx.x == 0) {
     shared.parameters =
         row_parameters(p.temperature[slot], p.top_k[slot], p.top_p[slot], p.min_p[slot],
@@ -101,31 +101,34 @@ __global__ void __launch_bounds__(kThreads, 2)
     return;
   }
   if (rated) sampler.find_raw_total();
-  uint64_t drawn;
-  const int listed = shortlist ? sampler.listed() : -1;
+  auto finish = [&](uint64_t drawn) {  // the one thread that has a token
+    if (drawn == kLastCode) return;
+    const float logprob =
+        rated ? log_probability(logit_of_code(drawn), sampler.largest, shared.row_raw_total) : 0.0f;
+    write(id_of_code(drawn), logprob);
+    if (p.of_changed_rows) count_token(p.changes, slot, id_of_code(drawn));
+  };
+
   if (greedy) {
-    drawn = is_first_thread ? first : kLastCode;
+    if (is_first_thread) finish(first);
     Team::sync();
-  } else if (listed >= 0) {
+    return;
+  }
+  const int listed = shortlist ? sampler.listed() : -1;
+  if (listed >= 0) {
     const bool draws = Team::rank() == static_cast<int>(r % Team::size());
     if (draws) sampler.merge_lists(shared.list, shared.merged);
     Team::sync();  // from here on no block looks at another's shared memory
-    if (!draws) return;
-    drawn = sampler.draw_listed(listed);
-  } else {
-    uint64_t boundary = kLastCode;
-    const bool found = nucleus      ? sampler.find_nucleus(&boundary)
-                       : !shortlist ? sampler.find_boundary(groups, &boundary)
-                                    : false;
-    if (!found) boundary = sampler.search_filters();
-    drawn = sampler.draw(boundary);
-    Team::sync();
+    if (draws) finish(sampler.draw_listed(listed));
+    return;
   }
-  if (drawn == kLastCode) return;  // one thread has a token
-  const float logprob =
-      rated ? log_probability(logit_of_code(drawn), sampler.largest, shared.row_raw_total) : 0.0f;
-  write(id_of_code(drawn), logprob);
-  if (p.of_changed_rows) count_token(p.changes, slot, id_of_code(drawn));
+  uint64_t boundary = kLastCode;
+  const bool found = nucleus      ? sampler.find_nucleus(&boundary)
+                     : !shortlist ? sampler.find_boundary(groups, &boundary)
+                                  : false;
+  if (!found) boundary = sampler.search_filters();
+  finish(sampler.draw(boundary));
+  Team::sync();
 }
 
 template <typename T>
