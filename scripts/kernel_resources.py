@@ -23,8 +23,8 @@ MAY_SPILL = {
     ("sm_80", r"rotary_store_kv_kernel<__nv_bfloat16, 8, 1, 2, false, false, false>"): 8,
     ("sm_80", r"top_logprobs_kernel<sampling::\w+, false>"): 4,
 }
-"""Bytes stored per thread, at most, by architecture and a pattern of the kernel's name. Each of these holds
-one or two numbers for later; on sm_90a the same kernels spill nothing."""
+"""Bytes stored per thread, at most, by architecture and a pattern of the kernel's name, as nvcc 13.0 has it.
+Each of these keeps one or two numbers for later; on sm_90a the same kernels spill nothing."""
 
 
 @dataclass
