@@ -2,16 +2,16 @@
 // what.
 //
 // The decode sequences' key tiles form one list, cut into equal ranges, one for each block of the
-// decode grid; every other sequence's packed query rows are cut into prefill tiles, sorted so that
-// those with the most keys come first. What "decode", "tile", "unit" and "chunk" mean, and the
-// arithmetic: see work_partition.h.
+// decode grid; or their units are dealt to the blocks whole (UnitDeal). Every other sequence's
+// packed query rows are cut into prefill tiles, sorted so that those with the most keys come first.
+// What "decode", "tile", "unit" and "chunk" mean, and the arithmetic: see work_partition.h.
 //
 //   tensor            shape            dtype
 //   query_start_loc   [num_seqs + 1]   int32
 //   seq_lens          [num_seqs]       int32
 //   plan              PlanLayout       int32, written: the header; BlockRecord [grid]; counters
-//                                      [grid], zeros, which the decode kernel leaves as they are;
-//                                      SequenceRecord [num_seqs]; scratch [num_seqs];
+//                                      [grid + 1], zeros, which the decode kernel leaves as they
+//                                      are; SequenceRecord [num_seqs], twice; scratch [num_seqs];
 //                                      ZeroRun [num_seqs]; PrefillTile [num_prefill_tiles]
 //
 // Grid: one block of 1,024 threads; it runs once a step, not once a layer. Each thread takes every
@@ -21,6 +21,8 @@
 //
 // Invariants: sequences without queries are skipped; those of length 0 only get zeros written.
 #include "attention/attention_plan_cuda.h"
+
+#include <climits>
 
 #include "attention/work_partition.h"
 #include "common/device_limits.h"
@@ -87,6 +89,36 @@ __device__ Counts exclusive_sum(const Counts& mine, Counts* warp_sums, Counts* t
   return before_warp + Counts{sum.tiles - mine.tiles, sum.decode_seqs - mine.decode_seqs,
                               sum.zero_runs - mine.zero_runs,
                               sum.prefill_tiles - mine.prefill_tiles};
+}
+
+// A counting sort, the most tiles first: `put`(place, record, tiles) for each of `count` records,
+// which `get`(i, &tiles) returns. The order of those in a bucket varies from run to run, and no
+// result depends on it. Called by the whole block.
+template <typename Record, typename Get, typename Put>
+__device__ void sort_by_tiles(int count, int most_tiles, int* histogram, Counts* warp_sums,
+                              const Get& get, const Put& put) {
+  auto bucket_of = [&](int tiles) {
+    return kBuckets - 1 -
+           static_cast<int>(static_cast<int64_t>(tiles) * (kBuckets - 1) / larger(1, most_tiles));
+  };
+  int tiles;
+  for (int i = threadIdx.x; i < kBuckets; i += kThreads) histogram[i] = 0;
+  __syncthreads();
+  for (int i = threadIdx.x; i < count; i += kThreads) {
+    get(i, &tiles);
+    atomicAdd(&histogram[bucket_of(tiles)], 1);
+  }
+  __syncthreads();
+  const int in_bucket = threadIdx.x < kBuckets ? histogram[threadIdx.x] : 0;
+  Counts unused;
+  const int offset = exclusive_sum({in_bucket, 0, 0, 0}, warp_sums, &unused).tiles;
+  if (threadIdx.x < kBuckets) histogram[threadIdx.x] = offset;
+  __syncthreads();
+  for (int i = threadIdx.x; i < count; i += kThreads) {
+    const Record record = get(i, &tiles);
+    put(atomicAdd(&histogram[bucket_of(tiles)], 1), record, tiles);
+  }
+  __syncthreads();
 }
 
 // The last of values[0 .. count) that is <= key; values ascend, values[0] <= key. `stride` int32s
@@ -158,21 +190,21 @@ __global__ __launch_bounds__(kThreads) void attention_plan_kernel(
     const __grid_constant__ PlanKernelParams p) {
   __shared__ Counts warp_sums[kWarps];
   __shared__ int histogram[kBuckets];
-  __shared__ int max_cost;
+  __shared__ int max_cost, least_tiles, most_tiles;
   __shared__ unsigned long long prefill_cost;
 
   const PlanLayout layout(p.grid, p.num_seqs);
   auto* header = reinterpret_cast<PlanHeader*>(p.plan);
   auto* blocks = reinterpret_cast<BlockRecord*>(p.plan + layout.blocks);
   auto* sequences = reinterpret_cast<SequenceRecord*>(p.plan + layout.sequences);
+  auto* by_length = reinterpret_cast<SequenceRecord*>(p.plan + layout.by_length);
   auto* zero_runs = reinterpret_cast<ZeroRun*>(p.plan + layout.zero_runs);
   auto* prefill_tiles = reinterpret_cast<PrefillTile*>(p.plan + layout.prefill_tiles);
   int32_t* prefill_begin = p.plan + layout.prefill_begin;
   const int units = p.num_kv_heads * row_slices(p.group);
 
-  if (threadIdx.x == 0) max_cost = 0, prefill_cost = 0;
-  for (int i = threadIdx.x; i < kBuckets; i += kThreads) histogram[i] = 0;
-  for (int i = threadIdx.x; i < p.grid; i += kThreads) p.plan[layout.counters + i] = 0;
+  if (threadIdx.x == 0) max_cost = most_tiles = 0, least_tiles = INT_MAX, prefill_cost = 0;
+  for (int i = threadIdx.x; i <= p.grid; i += kThreads) p.plan[layout.counters + i] = 0;
 
   // Sequences: what each is, and its place among its like.
   Counts before{};
@@ -195,6 +227,8 @@ __global__ __launch_bounds__(kThreads) void attention_plan_kernel(
         s.num_tiles = ceil_div(s.seq_len, kTileTokens) - s.first_tile;
         mine.decode_seqs = 1;
         mine.tiles = units * s.num_tiles;
+        atomicMin(&least_tiles, s.num_tiles);
+        atomicMax(&most_tiles, s.num_tiles);
       } else if (s.query_len > 0) {
         mine.prefill_tiles = ceil_div(s.query_len * p.group, kPrefillTileRows);
         atomicMax(&max_cost, ceil_div(s.seq_len, kTileTokens));
@@ -222,46 +256,51 @@ __global__ __launch_bounds__(kThreads) void attention_plan_kernel(
   }
   __syncthreads();
 
-  // Decode: the grid's ranges.
+  // Decode: units that are dealt, by a counting sort, or the grid's ranges.
+  const UnitDeal deal{before.decode_seqs * units, p.grid};
+  const bool deals = deal.pays(least_tiles, most_tiles, before.tiles);
+  if (deals) {
+    sort_by_tiles<SequenceRecord>(
+        before.decode_seqs, most_tiles, histogram, warp_sums,
+        [&](int i, int* tiles) {
+          *tiles = sequences[i].num_tiles;
+          return sequences[i];
+        },
+        [&](int place, const SequenceRecord& s, int) { by_length[place] = s; });
+  }
   const Partition partition(before.tiles, p.grid);
   for (int b = threadIdx.x; b < p.grid; b += kThreads) {
-    BlockRecord record = block_record(b, partition, sequences, before.decode_seqs, units,
-                                      before.tiles, p.deterministic);
+    BlockRecord record{};
+    if (deals) {
+      set_dealt_unit(record, by_length, UnitDeal::unit(b, p.grid, 0), units);
+      record.total_tiles = before.tiles;
+      record.dealt_units = deal.num_units;
+    } else {
+      record = block_record(b, partition, sequences, before.decode_seqs, units, before.tiles,
+                            p.deterministic);
+    }
     record.first_padded_row = p.query_start_loc[p.num_seqs];
     record.deterministic = p.deterministic;
     record.has_zero_runs = before.zero_runs > 0;
     blocks[b] = record;
   }
 
-  // Prefill: a counting sort, the most keys first. The order within a bucket varies from run to
-  // run, and no result depends on it.
+  // Prefill.
   if (before.prefill_tiles == 0) return;
-  auto bucket_of = [&](int cost) {
-    return kBuckets - 1 -
-           static_cast<int>(static_cast<int64_t>(cost) * (kBuckets - 1) / larger(1, max_cost));
-  };
-  int cost;
   int64_t cost_sum = 0;
-  for (int i = threadIdx.x; i < before.prefill_tiles; i += kThreads) {
-    prefill_tile(p, prefill_begin, i, &cost);
-    atomicAdd(&histogram[bucket_of(cost)], 1);
-    cost_sum += cost * kPrefillKeysCost + kPrefillItemCost;
-  }
+  sort_by_tiles<PrefillTile>(
+      before.prefill_tiles, max_cost, histogram, warp_sums,
+      [&](int i, int* cost) { return prefill_tile(p, prefill_begin, i, cost); },
+      [&](int place, const PrefillTile& tile, int cost) {
+        prefill_tiles[place] = tile;
+        cost_sum += cost * kPrefillKeysCost + kPrefillItemCost;
+      });
   if (cost_sum > 0) atomicAdd(&prefill_cost, cost_sum * p.num_kv_heads);
   __syncthreads();
   if (threadIdx.x == 0) {
     header->prefill_blocks =
         prefill_blocks_beside_decode(p.num_sms, static_cast<int64_t>(prefill_cost),
                                      static_cast<int64_t>(before.tiles) * kDecodeTileCost);
-  }
-  const int count = threadIdx.x < kBuckets ? histogram[threadIdx.x] : 0;
-  Counts unused;
-  const int offset = exclusive_sum({count, 0, 0, 0}, warp_sums, &unused).tiles;
-  if (threadIdx.x < kBuckets) histogram[threadIdx.x] = offset;
-  __syncthreads();
-  for (int i = threadIdx.x; i < before.prefill_tiles; i += kThreads) {
-    const PrefillTile tile = prefill_tile(p, prefill_begin, i, &cost);
-    prefill_tiles[atomicAdd(&histogram[bucket_of(cost)], 1)] = tile;
   }
 }
 

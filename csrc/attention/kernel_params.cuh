@@ -86,8 +86,10 @@ __device__ __forceinline__ RowPlace::RowPlace(const KernelParams& p, int first_h
 struct PlanView {
   const PlanHeader* header;
   const BlockRecord* blocks;
-  int* counters;  // zero between launches; the block that resets one is the last to use it
+  int* counters;     // zero between launches; the block that resets one is the last to use it
+  int* units_asked;  // the same, where units are dealt
   const SequenceRecord* sequences;
+  const SequenceRecord* by_length;  // the same, the longest first, where units are dealt
   const ZeroRun* zero_runs;
   const PrefillTile* prefill_tiles;
 
@@ -97,11 +99,21 @@ struct PlanView {
     header = reinterpret_cast<const PlanHeader*>(plan);
     blocks = reinterpret_cast<const BlockRecord*>(plan + layout.blocks);
     counters = const_cast<int*>(plan + layout.counters);
+    units_asked = const_cast<int*>(plan + layout.units_asked);
     sequences = reinterpret_cast<const SequenceRecord*>(plan + layout.sequences);
+    by_length = reinterpret_cast<const SequenceRecord*>(plan + layout.by_length);
     zero_runs = reinterpret_cast<const ZeroRun*>(plan + layout.zero_runs);
     prefill_tiles = reinterpret_cast<const PrefillTile*>(plan + layout.prefill_tiles);
   }
 };
+
+// Takes one of the units that are not dealt beforehand. One thread of each block, until there is
+// none.
+__device__ __forceinline__ int take_unit(const PlanView& plan, const UnitDeal& deal) {
+  const int asked = atomicAdd(plan.units_asked, 1);
+  if (asked == deal.times_asked() - 1) *plan.units_asked = 0;
+  return deal.taken(asked);
+}
 
 // The bytes of one KV head's K in a block of the cache; its V lies value_bytes further on.
 template <typename T, int HEAD_DIM>

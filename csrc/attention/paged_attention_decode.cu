@@ -14,7 +14,8 @@
 //   out           [num_tokens, num_heads, D]                     T        dense
 //
 // Grid: p.grid blocks (decode_grid), whatever the batch, so that a captured graph
-// stays valid. A block owns the contiguous range of tiles in its BlockRecord (work_partition.h).
+// stays valid. A block owns the contiguous range of tiles in its BlockRecord (work_partition.h), or
+// whole units are dealt to the blocks and, the last ones, taken by those that are done (UnitDeal).
 // The launch is dependent (dependent_launch.cuh).
 //
 // A block's warps share nothing but the ends of the units: warp w takes tokens 16 w .. 16 w + 15 of
@@ -49,11 +50,18 @@ namespace pagedinfer::attention {
 namespace {
 
 constexpr int kMinStages = 2, kMaxStages = 6;
+constexpr int kRecordInts = sizeof(SequenceRecord) / kInts;
+
+// The unit that the block has in that turn, where units are dealt.
+__device__ __forceinline__ unsigned own_unit(int turn) {
+  return UnitDeal::unit(blockIdx.x, gridDim.x, turn);
+}
 
 // What a block needs at the ends of its parts only; in registers it would crowd the loop.
 struct BlockState {
-  SequenceRecord sequence;  // of the part at hand
+  SequenceRecord sequences[2];  // of the part at hand; and of the next unit, where units are dealt
   int flag;
+  int taken_unit;
 };
 
 template <int HEAD_DIM>
@@ -63,7 +71,7 @@ constexpr int kTailBytes =
 
 // Where the block's copies stand: always some steps ahead of the arithmetic. The block ids of the
 // next step are fetched when the step before it is issued.
-template <typename T, int HEAD_DIM>
+template <typename T, int HEAD_DIM, bool DEALS>
 struct TileLoader {
   using Traits = DecodeTraits<HEAD_DIM>;
   using Rows = typename Traits::Rows;
@@ -80,25 +88,35 @@ struct TileLoader {
   };
 
   const KernelParams& p;
+  const PlanView& plan;
   const SequenceRecord* next_record;
   Sequence sequence, next_sequence;
-  int sequences_left, kv_head, slice, tile, step;
-  int tiles_left;
+  int left;             // sequences, or own units, after the next; negative: there is no next
+  int turn, next_unit;  // of next_sequence, where units are dealt
+  int kv_head, slice, tile, step;
+  int tiles_left;           // of the range, or of the unit
   int first_id, second_id;  // blocks of the warp's tokens 0..7 and 8..15
 
-  __device__ TileLoader(const KernelParams& p, const PlanView& plan, const BlockRecord& record)
+  // `turns`: how many units of its own the block has, from `record` on, where units are dealt.
+  __device__ TileLoader(const KernelParams& p, const PlanView& plan, const BlockRecord& record,
+                        int turns)
       : p(p),
+        plan(plan),
         next_record(plan.sequences + record.index + 1),
-        sequences_left(record.sequences_after),
-        kv_head(p.slices == 1 ? record.unit : record.unit / p.slices),
-        slice(p.slices == 1 ? 0 : record.unit % p.slices),
+        left(DEALS ? turns - 1 : record.sequences_after),
+        turn(0),
         tile(record.tile),
         step(0),
         tiles_left(record.num_tiles) {
-    if (tiles_left == 0) return;
+    set_unit(record.unit);
     sequence.set(record.sequence);
     fetch_ids();
     fetch_next_sequence();
+  }
+
+  __device__ __forceinline__ void set_unit(int unit) {
+    kv_head = p.slices == 1 ? unit : unit / p.slices;
+    slice = p.slices == 1 ? 0 : unit % p.slices;
   }
 
   __device__ __forceinline__ int first_token() const {
@@ -107,7 +125,14 @@ struct TileLoader {
   }
 
   __device__ __forceinline__ void fetch_next_sequence() {
-    if (sequences_left-- > 0) next_sequence.set(*next_record++);
+    if (left-- <= 0) return;
+    if constexpr (DEALS) {
+      const int unit = own_unit(++turn);
+      next_unit = unit % p.units;
+      next_sequence.set(plan.by_length[unit / p.units]);
+    } else {
+      next_sequence.set(*next_record++);
+    }
   }
 
   __device__ __forceinline__ void fetch_ids() {
@@ -175,15 +200,22 @@ struct TileLoader {
       return;
     }
     step = 0;
-    if (--tiles_left == 0) return;
+    if (--tiles_left == 0 && !(DEALS && left >= 0)) return;
     if (++tile == sequence.num_tiles) {
       tile = 0;
-      if (++slice == p.slices) {
-        slice = 0;
-        ++kv_head;
+      bool ends = true;
+      if constexpr (DEALS) {
+        set_unit(next_unit);
+        tiles_left = next_sequence.num_tiles;
+      } else {
+        if (++slice == p.slices) {
+          slice = 0;
+          ++kv_head;
+        }
+        ends = kv_head == p.op.num_kv_heads;
+        if (ends) kv_head = 0;
       }
-      if (kv_head == p.op.num_kv_heads) {
-        kv_head = 0;
+      if (ends) {
         sequence = next_sequence;
         fetch_next_sequence();
       }
@@ -192,10 +224,10 @@ struct TileLoader {
   }
 };
 
-template <typename T, int HEAD_DIM>
-__global__ __launch_bounds__(
-    DecodeTraits<HEAD_DIM>::kThreads,
-    decode_blocks_per_sm(HEAD_DIM)) void decode_kernel(const __grid_constant__ KernelParams p) {
+// All that a block does: its range or, where units are dealt, its own ones and those that it takes.
+template <typename T, int HEAD_DIM, bool DEALS>
+__device__ __forceinline__ void decode_block(const KernelParams& p, const PlanView& plan,
+                                             BlockRecord record) {
   using Traits = DecodeTraits<HEAD_DIM>;
   extern __shared__ __align__(128) char shared[];
   const int warp = threadIdx.x / 32;
@@ -205,22 +237,30 @@ __global__ __launch_bounds__(
   char* tail = shared + p.stages * Traits::kStageBytes + Traits::kScoresBytes;
   auto* scales = reinterpret_cast<float2(*)[kDecodeRows]>(tail);
   auto& state = *reinterpret_cast<BlockState*>(tail + Traits::kScalesBytes);
-  const SequenceRecord& sequence = state.sequence;
+  const UnitDeal deal{record.dealt_units, static_cast<int>(gridDim.x)};
+  // The next unit's queries are on their way while one is written, where there are registers.
+  constexpr bool kEarlyQueries = DEALS && decode_blocks_per_sm(HEAD_DIM) <= 2;
+  const PartWriter<T, HEAD_DIM, Traits::kThreads> writer(p, plan);
 
-  const PlanView plan(p);
-  if (p.beside_prefill) {
-    let_successor_start();
-  } else {
-    begin_dependent();
-  }
-  const BlockRecord record = plan.blocks[blockIdx.x];
-  if (record.num_tiles > 0) {
-    TileLoader<T, HEAD_DIM> loader(p, plan, record);
-    if (threadIdx.x == 0) state.sequence = record.sequence;
+  int turns = DEALS ? deal.own() : 0;
+  bool has_more = true;
+  // Once for a range. Once for the block's own units, and once for each that it takes.
+  while (has_more) {
+    TileLoader<T, HEAD_DIM, DEALS> loader(p, plan, record, turns);
+    int at_hand = 0;  // which of state.sequences
+    // Of the next unit, where units are dealt: thread i has its sequence's ith int.
+    int ahead = 0, turn = 0;
+    const auto look_ahead = [&](int unit) {
+      if (threadIdx.x >= kRecordInts) return;
+      ahead = reinterpret_cast<const int32_t*>(plan.by_length + unit / p.units)[threadIdx.x];
+    };
+    const auto leave_ahead = [&](SequenceRecord& to) {
+      if (threadIdx.x < kRecordInts) reinterpret_cast<int32_t*>(&to)[threadIdx.x] = ahead;
+    };
+    if (threadIdx.x == 0) state.sequences[0] = record.sequence;
     __syncthreads();
     WarpAttention<T, HEAD_DIM> attention;
     attention.clear();
-    const PartWriter<T, HEAD_DIM, Traits::kThreads> writer(p, plan);
 
     int index = record.index, tile = record.tile, tiles_left = record.num_tiles;
     int kv_head = loader.kv_head, slice = loader.slice;
@@ -229,33 +269,41 @@ __global__ __launch_bounds__(
     int lead = p.stages - 1;  // steps by which the copies are still to get ahead of the arithmetic
     int steps = 0;            // left of the part at hand, or of the chunk
     int first = 0, end = 0, range_end = 0;
+    int taken_unit = 0;  // in thread 0
     UnitRows rows{};
+    // Begins the part at `tile`, or the chunk.
+    const auto begin = [&](const SequenceRecord& sequence) {
+      range_end = end = smaller(sequence.num_tiles, tile + tiles_left);
+      if (record.deterministic) {
+        const int chunk = chunk_tiles(sequence.num_tiles, true);
+        end = smaller(end, (tile / chunk + 1) * chunk);
+      }
+      steps = (end - tile) * Traits::kSteps;
+      first = (sequence.first_tile + tile) * kTileTokens + Traits::token_warp() * kWarpTokens;
+      const int first_row = slice * kDecodeRows;
+      rows = {.query_start = sequence.query_start,
+              .kv_head = kv_head,
+              .first_row = first_row,
+              .rows = smaller(kDecodeRows, sequence.query_len * p.group - first_row),
+              .has_prefix = p.op.prefixes.num_groups > 0 && sequence.first_key > 0};
+      attention.start(p, sequence, rows);
+    };
     // One round is one step. A single place issues copies: it is most of the loop's code.
     while (true) {
       if (loader.tiles_left > 0) {
         loader.issue(ring_address + issue_stage * Traits::kWarpStageBytes);
         issue_stage = issue_stage + 1 == p.stages ? 0 : issue_stage + 1;
+        if (DEALS && loader.tiles_left == 0 && threadIdx.x == 0) taken_unit = take_unit(plan, deal);
       }
       commit_copies();  // also when there is nothing left: the waits count groups
       if (lead > 0) {
         --lead;
         continue;
       }
+      const SequenceRecord& sequence = state.sequences[at_hand];
       if (steps == 0) {
-        range_end = end = smaller(sequence.num_tiles, tile + tiles_left);
-        if (record.deterministic) {
-          const int chunk = chunk_tiles(sequence.num_tiles, true);
-          end = smaller(end, (tile / chunk + 1) * chunk);
-        }
-        steps = (end - tile) * Traits::kSteps;
-        first = (sequence.first_tile + tile) * kTileTokens + Traits::token_warp() * kWarpTokens;
-        const int first_row = slice * kDecodeRows;
-        rows = {.query_start = sequence.query_start,
-                .kv_head = kv_head,
-                .first_row = first_row,
-                .rows = smaller(kDecodeRows, sequence.query_len * p.group - first_row),
-                .has_prefix = p.op.prefixes.num_groups > 0 && sequence.first_key > 0};
-        attention.start(p, sequence, rows);
+        begin(sequence);
+        if (DEALS && turn + 1 < turns) look_ahead(own_unit(turn + 1));
       }
       if (p.stages == 3) {
         wait_copies<2>();
@@ -280,25 +328,50 @@ __global__ __launch_bounds__(
       // The next copy into last_stage is issued after the barriers in here.
       attention.leave(reinterpret_cast<float*>(ring + last_stage * Traits::kWarpStageBytes),
                       scales[warp], rows.rows);
+      if constexpr (DEALS) {
+        if (threadIdx.x == 0) state.taken_unit = taken_unit;
+        leave_ahead(state.sequences[at_hand ^ 1]);
+      }
       __syncthreads();
+      const UnitRows done = rows;
+      const Part part{.unit = kv_head * p.slices + slice,
+                      .tile = tile,
+                      .end = end,
+                      .range_end = range_end,
+                      .prefix = prefix,
+                      .first_unit = first_unit};
+      const bool complete = end == sequence.num_tiles;
+      tiles_left -= end - tile;
+      bool ends = tiles_left == 0;
+      int next = at_hand;
+      if constexpr (DEALS) {
+        ends = ends && turn + 1 >= turns;
+        tile = complete ? 0 : end;
+        if (complete && !ends) {
+          const int unit = own_unit(++turn) % p.units;
+          kv_head = p.slices == 1 ? unit : unit / p.slices;
+          slice = p.slices == 1 ? 0 : unit % p.slices;
+          next ^= 1;
+          tiles_left = state.sequences[next].num_tiles;
+        }
+        if (kEarlyQueries && !ends) begin(state.sequences[next]);
+        has_more = state.taken_unit < record.dealt_units;
+        if (ends && has_more) look_ahead(state.taken_unit);
+      }
       writer.write(
-          record, sequence, rows,
-          Part{.unit = kv_head * p.slices + slice,
-               .tile = tile,
-               .end = end,
-               .range_end = range_end,
-               .prefix = prefix,
-               .first_unit = first_unit},
+          record, sequence, done, part,
           WarpResults<HEAD_DIM, Traits::kWarps, Traits::kHeadWarps>{
               scales, reinterpret_cast<const float*>(shared + last_stage * Traits::kWarpStageBytes),
               p.stages * Traits::kWarpStageBytes / 4},
           &state.flag);
-
-      const bool complete = end == sequence.num_tiles;
-      tiles_left -= end - tile;
-      if (tiles_left == 0) break;
-      __syncthreads();  // the stage and the scales may be written again
+      if (ends) break;
+      __syncthreads();  // the stage, the scales and the record may be written again
       attention.clear();
+      if constexpr (DEALS) {
+        if (next != at_hand && turn + 1 < turns && kEarlyQueries) look_ahead(own_unit(turn + 1));
+        at_hand = next;
+        continue;
+      }
       tile = end;
       if (complete) {
         tile = 0;
@@ -311,17 +384,44 @@ __global__ __launch_bounds__(
         if (kv_head == p.op.num_kv_heads) {
           kv_head = 0;
           ++index;
-          if (threadIdx.x < sizeof(SequenceRecord) / kInts) {
-            reinterpret_cast<int32_t*>(&state.sequence)[threadIdx.x] =
+          if (threadIdx.x < kRecordInts) {
+            reinterpret_cast<int32_t*>(&state.sequences[0])[threadIdx.x] =
                 reinterpret_cast<const int32_t*>(plan.sequences + index)[threadIdx.x];
           }
           __syncthreads();
         }
       }
     }
+    if (!DEALS || !has_more) break;
+    __syncthreads();  // the ring and the state may be written again
+    leave_ahead(state.sequences[1]);
+    __syncthreads();
+    turns = 1;
+    record.unit = state.taken_unit % p.units;
+    record.sequence = state.sequences[1];
+    record.num_tiles = record.sequence.num_tiles;
+  }
+}
+
+// MAY_DEAL: units may have been dealt; only the plan knows whether they are.
+template <typename T, int HEAD_DIM, bool MAY_DEAL>
+__global__ __launch_bounds__(
+    DecodeTraits<HEAD_DIM>::kThreads,
+    decode_blocks_per_sm(HEAD_DIM)) void decode_kernel(const __grid_constant__ KernelParams p) {
+  const PlanView plan(p);
+  if (p.beside_prefill) {
+    let_successor_start();
+  } else {
+    begin_dependent();
+  }
+  const BlockRecord record = plan.blocks[blockIdx.x];
+  if (MAY_DEAL && record.dealt_units > 0) {
+    decode_block<T, HEAD_DIM, true>(p, plan, record);
+  } else if (record.num_tiles > 0) {
+    decode_block<T, HEAD_DIM, false>(p, plan, record);
   }
   if (record.first_padded_row < p.op.num_tokens || record.has_zero_runs) {
-    write_zero_rows<T>(p, plan, Traits::kThreads);
+    write_zero_rows<T>(p, plan, DecodeTraits<HEAD_DIM>::kThreads);
   }
   // One block only, of the last to start: others would keep their places from blocks that have not.
   if (p.beside_prefill && blockIdx.x == gridDim.x - 1) wait_for_predecessor();
@@ -330,7 +430,10 @@ __global__ __launch_bounds__(
 template <typename T, int HEAD_DIM>
 cudaError_t launch(KernelParams p, cudaStream_t stream) {
   using Traits = DecodeTraits<HEAD_DIM>;
-  const auto kernel = decode_kernel<T, HEAD_DIM>;
+  // Few units are never dealt, and their time is short: the kernel for them is the smaller one.
+  const bool may_deal = UnitDeal::may_pay(p.op.num_seqs * p.units, p.grid);
+  const auto kernel =
+      may_deal ? decode_kernel<T, HEAD_DIM, true> : decode_kernel<T, HEAD_DIM, false>;
   DeviceLimits limits;
   if (cudaError_t status = device_limits(&limits); status != cudaSuccess) return status;
   // As many stages as leave room for decode_blocks_per_sm blocks; three even if that is one block

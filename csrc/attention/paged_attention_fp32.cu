@@ -48,7 +48,7 @@ struct SharedTiles {
   float values[kStepKeys][HEAD_DIM];
   float weights[kRows][kWeightsStride];
   float2 scales[1][kRows];
-  int flag;
+  int flag, taken_unit;
 };
 
 // Packed query rows of one KV head of one sequence, and the keys that any of them sees.
@@ -202,13 +202,14 @@ __global__ __launch_bounds__(kThreads,
   extern __shared__ __align__(16) char bytes[];
   auto& shared = *reinterpret_cast<SharedTiles<HEAD_DIM>*>(bytes);
   const PlanView plan(p);
-  const BlockRecord record = plan.blocks[blockIdx.x];
+  BlockRecord record = plan.blocks[blockIdx.x];
   const PartWriter<float, HEAD_DIM, kThreads> writer(p, plan);
   Fp32Attention<HEAD_DIM> attention(p, shared);
 
+  const UnitDeal deal{record.dealt_units, static_cast<int>(gridDim.x)};
   SequenceRecord sequence = record.sequence;
   int index = record.index, unit = record.unit, tile = record.tile;
-  int tiles_left = record.num_tiles;
+  int tiles_left = record.num_tiles, turn = 0;
   bool first_unit = true, prefix = tile == 0;
   while (tiles_left > 0) {
     // One part, or one chunk of it: see decode_kernel.
@@ -261,7 +262,18 @@ __global__ __launch_bounds__(kThreads,
 
     tiles_left -= end - tile;
     tile = end;
-    if (tile == sequence.num_tiles) {
+    if (tiles_left == 0 && record.dealt_units > 0) {
+      int dealt = UnitDeal::unit(blockIdx.x, gridDim.x, ++turn);
+      if (turn >= deal.own()) {
+        if (threadIdx.x == 0) shared.taken_unit = take_unit(plan, deal);
+        __syncthreads();
+        dealt = shared.taken_unit;
+      }
+      if (dealt >= record.dealt_units) break;
+      set_dealt_unit(record, plan.by_length, dealt, p.units);
+      sequence = record.sequence, unit = record.unit, tile = 0;
+      tiles_left = record.num_tiles;
+    } else if (tile == sequence.num_tiles) {
       tile = 0;
       prefix = true;
       first_unit = false;

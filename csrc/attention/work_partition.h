@@ -127,6 +127,47 @@ struct Partition {
   }
 };
 
+// Units dealt to the blocks whole, the longest first: nothing is cut and merged. Of many units, of
+// which none is long beside a block's share. All but the last are dealt beforehand, so that a
+// block's copies can run ahead into its next unit; those are taken by the blocks that are done.
+struct UnitDeal {
+  int num_units, blocks;
+
+  // Whether that is faster than ranges, given the tiles of the shortest and the longest unit and of
+  // all together (figures: docs/decisions/0002). What a block takes begins with an empty ring,
+  // which short shares of units of one length do not win back; and blocks without a unit in the
+  // last round should not have much to wait for.
+  PAGEDINFER_HOST_DEVICE bool pays(int least_tiles, int most_tiles, int total_tiles) const {
+    const int share = total_tiles / blocks, last_round = num_units % blocks;
+    const bool even = most_tiles * int64_t{4} * num_units < int64_t{5} * total_tiles;
+    const int idle = last_round == 0 ? 0 : blocks - last_round;
+    return may_pay(num_units, blocks) && share >= (even ? 28 : 10) &&
+           share * 4 >= most_tiles * (even ? 7 : 4) &&
+           int64_t{8} * least_tiles * idle <= total_tiles;
+  }
+
+  // False: it never is, for so many units at most.
+  PAGEDINFER_HOST_DEVICE static bool may_pay(int64_t num_units, int blocks) {
+    return num_units > blocks;
+  }
+
+  // How many units each block has of its own: half a round to one and a half are left to be taken.
+  PAGEDINFER_HOST_DEVICE int own() const {
+    return larger(1, (2 * num_units - blocks) / (2 * blocks));
+  }
+
+  // The turn-th of them: there and back over the blocks, so that each has about as many keys.
+  PAGEDINFER_HOST_DEVICE static int unit(int block, int blocks, int turn) {
+    return turn * blocks + (turn % 2 == 0 ? block : blocks - 1 - block);
+  }
+
+  // The others: what is asked for as the `asked`th, from 0; none if not below num_units.
+  PAGEDINFER_HOST_DEVICE int taken(int asked) const { return own() * blocks + asked; }
+
+  // How often all blocks together ask: for each of the others, and each once in vain.
+  PAGEDINFER_HOST_DEVICE int times_asked() const { return num_units - own() * blocks + blocks; }
+};
+
 // A unit's place in the list, and how it is cut.
 struct Unit {
   int begin;      // its first tile in the list
@@ -224,8 +265,19 @@ struct alignas(16) BlockRecord {
   int sequences_after;  // SequenceRecords past `index`
   int total_tiles;      // of the list
   int first_padded_row;
+  int dealt_units;  // > 0: a UnitDeal of so many, of which the block's first is `unit`; 0: ranges
   bool deterministic, has_zero_runs;
 };
+
+// Makes `record` that of a dealt unit; `units`: how many a sequence has.
+PAGEDINFER_HOST_DEVICE void set_dealt_unit(BlockRecord& record, const SequenceRecord* by_length,
+                                           int unit, int units) {
+  record.index = unit / units;
+  record.unit = unit - record.index * units;
+  record.tile = 0;
+  record.sequence = by_length[record.index];
+  record.num_tiles = record.sequence.num_tiles;
+}
 
 // Rows of a sequence of length 0.
 struct alignas(8) ZeroRun {
@@ -246,13 +298,16 @@ constexpr int kInts = sizeof(int32_t);
 // Offsets, in int32s, of the plan's arrays. They depend on the grid and num_seqs alone: a buffer
 // may have been made for more tokens than the batch has.
 struct PlanLayout {
-  int64_t blocks, counters, sequences, prefill_begin, zero_runs, prefill_tiles;
+  int64_t blocks, counters, units_asked, sequences, by_length, prefill_begin, zero_runs,
+      prefill_tiles;
 
   PAGEDINFER_HOST_DEVICE PlanLayout(int grid, int64_t num_seqs) {
     blocks = sizeof(PlanHeader) / kInts;
     counters = blocks + grid * static_cast<int64_t>(sizeof(BlockRecord) / kInts);
-    sequences = counters + (grid + 3) / 4 * 4;
-    prefill_begin = sequences + num_seqs * static_cast<int64_t>(sizeof(SequenceRecord) / kInts);
+    units_asked = counters + grid;
+    sequences = counters + (grid + 1 + 3) / 4 * 4;
+    by_length = sequences + num_seqs * static_cast<int64_t>(sizeof(SequenceRecord) / kInts);
+    prefill_begin = by_length + num_seqs * static_cast<int64_t>(sizeof(SequenceRecord) / kInts);
     zero_runs = prefill_begin + (num_seqs + 4) / 4 * 4;
     prefill_tiles =
         zero_runs + (num_seqs * static_cast<int64_t>(sizeof(ZeroRun) / kInts) + 3) / 4 * 4;

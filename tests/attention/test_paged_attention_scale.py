@@ -70,6 +70,35 @@ def test_splits_along_the_keys_on_a_whole_gpu(lengths: list[int], dtype: torch.d
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("dtype", "head_dim"),
+    [(torch.float32, 64), (torch.bfloat16, 64), (torch.bfloat16, 128), (torch.float16, 256)],
+)
+def test_so_many_units_that_they_are_dealt_whole(dtype: torch.dtype, head_dim: int) -> None:
+    """Short ones and some longer, unsorted; again with the same plan; alone, in deterministic mode."""
+    device = torch.device("cuda")
+    count = 9 * torch.cuda.get_device_properties(device).multi_processor_count
+    lengths = [300 if i % 20 == 7 else i % 16 + 1 for i in range(count)]
+    options = {"device": device, "dtype": dtype, "num_heads": 8, "num_kv_heads": 8, "head_dim": head_dim}
+    batch = make_batch([1] * count, lengths, **options, padding=3)  # type: ignore[arg-type]
+    plan = batch.plan()
+    out = batch.check()
+    for _ in range(2):
+        assert torch.equal(batch.run(plan), out)
+    plan = batch.plan(deterministic=True)
+    out = batch.run(plan)
+    assert torch.equal(batch.run(plan), out)
+    for i in (0, 7, count - 1):
+        alone = batch.with_options(
+            query=batch.query[i : i + 1],
+            block_table=batch.block_table[i : i + 1],
+            query_start_loc=batch.query_start_loc[:2],
+            seq_lens=batch.seq_lens[i : i + 1],
+        )
+        assert torch.equal(alone.run(alone.plan(deterministic=True))[0], out[i])
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("max_query_len", [1, 16])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_captured_graph_follows_new_lengths(dtype: torch.dtype, max_query_len: int) -> None:

@@ -95,6 +95,32 @@ int main() {
     }
   }
 
+  // Units that are dealt: every one falls to one block, or is taken once; all blocks ask until there
+  // is none, and no more often than they are counted.
+  for (int the_case = 0; the_case < 3000; ++the_case) {
+    const int blocks = in(1, 60);
+    const UnitDeal deal{blocks + in(1, in(1, 500)), blocks};
+    std::set<int> dealt;
+    for (int block = 0; block < blocks; ++block) {
+      for (int turn = 0; turn < deal.own(); ++turn) {
+        EXPECT(dealt.insert(UnitDeal::unit(block, blocks, turn)).second);
+      }
+    }
+    EXPECT(deal.own() >= 1 && *dealt.begin() == 0 && *dealt.rbegin() == deal.taken(0) - 1);
+    int asked = 0, in_vain = 0;
+    for (; in_vain < blocks; ++asked) {
+      const int unit = deal.taken(asked);
+      if (unit >= deal.num_units) ++in_vain;
+      else EXPECT(dealt.insert(unit).second);
+    }
+    EXPECT(asked == deal.times_asked() && static_cast<int>(dealt.size()) == deal.num_units);
+    const int tiles = in(1, 50);  // of each
+    EXPECT(!(UnitDeal{blocks, blocks}.pays(tiles, tiles, blocks * tiles)));
+    EXPECT((UnitDeal{8 * blocks, blocks}.pays(8, 8, 64 * blocks)));
+    EXPECT(!(UnitDeal{2 * blocks, blocks}.pays(8, 8, 16 * blocks)));
+    EXPECT((UnitDeal{4 * blocks, blocks}.pays(2, 10, 20 * blocks)));
+  }
+
   // The bound on prefill tiles holds for random batches, and grows with each of its arguments.
   for (int the_case = 0; the_case < 3000; ++the_case) {
     const int group = in(1, 20), num_seqs = in(1, 30);
