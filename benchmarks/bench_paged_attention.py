@@ -48,6 +48,7 @@ DECODE: dict[str, list[tuple[int, int]]] = {
     "64x2048": [(1, 2048)] * 64,
     "256x512": [(1, 512)] * 256,
     "ragged32": [(1, _ragged.randint(1, 8192)) for _ in range(32)],
+    "short200": [(1, _ragged.randint(100, 500)) for _ in range(200)],
 }
 """Name -> (query tokens, sequence length) of each sequence."""
 
