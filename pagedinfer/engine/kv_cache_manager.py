@@ -302,6 +302,7 @@ class KVCacheManager:
         """Full blocks within the first `num_known` tokens are known already."""
         full = num_known // self.block_size * self.block_size
         request.next_cacheable = full + self.block_size if self._caching else _NEVER
+        request.quiet_until = 0
 
     def forget(self, request: Request) -> None:
         """Its blocks must not serve anybody else: what they hold is suspect."""

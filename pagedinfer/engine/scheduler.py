@@ -305,14 +305,17 @@ class Scheduler:
             num_generated += 1
             token_ids = request.token_ids
             token_ids.append(token)
-            if request.num_computed_tokens >= request.next_cacheable:
-                self.kv.cache_full_blocks(request)
             num_tokens = len(token_ids)
+            if num_tokens < request.quiet_until and token not in request.stop_set:
+                continue
+            if num_tokens >= request.next_cacheable:
+                self.kv.cache_full_blocks(request)
             status = None
             if num_tokens >= request.max_total_tokens or token in request.stop_set:
                 status = request.check_stop()
             if request.reports_at_end:
                 if status is None and num_tokens > request.num_prompt_tokens + 1:
+                    request.quiet_until = min(request.next_cacheable, request.max_total_tokens)
                     continue
                 update = RequestUpdate(request, row, *request.take_unreported())
             elif (
