@@ -1,6 +1,8 @@
 // Checks of the layer ops' tensors [..., width], and their strides as rows.
 #pragma once
 
+#include <optional>
+
 #include "common/check.h"
 #include "layers/rows.h"
 
