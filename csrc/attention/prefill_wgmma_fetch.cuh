@@ -3,10 +3,9 @@
 // roles that compute.
 #pragma once
 
-#include <cuda.h>
-
 #include "attention/mma_primitives.cuh"
 #include "attention/prefill_wgmma_roles.cuh"
+#include "common/tensor_map.h"
 
 namespace pagedinfer::attention::wgmma {
 
@@ -14,12 +13,6 @@ namespace pagedinfer::attention::wgmma {
 // PanelRows lays rows out: so the dimensions are, from the inside, the 64 columns of a panel, 8
 // rows, the panels, the groups of 8 rows (of all heads' K and V), the blocks.
 inline cudaError_t make_page_map(const KernelParams& p, CUtensorMap* map) {
-  void* function = nullptr;
-  cudaDriverEntryPointQueryResult found;
-  const cudaError_t status = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function,
-                                                              12000, cudaEnableDefault, &found);
-  if (status != cudaSuccess) return status;
-  if (found != cudaDriverEntryPointSuccess) return cudaErrorNotSupported;
   const auto panels = static_cast<cuuint64_t>(p.op.head_dim / kPanelColumns);
   const auto groups = static_cast<cuuint64_t>(p.op.block_size / kGroupRows);
   const cuuint64_t row_bytes = panels * kPanelRowBytes;
@@ -30,15 +23,7 @@ inline cudaError_t make_page_map(const KernelParams& p, CUtensorMap* map) {
                                 static_cast<cuuint64_t>(p.op.cache_stride_block) * 2};
   const cuuint32_t box[] = {kPanelColumns, kGroupRows, static_cast<cuuint32_t>(panels),
                             static_cast<cuuint32_t>(groups), 1};
-  const cuuint32_t element_strides[] = {1, 1, 1, 1, 1};
-  const CUresult result = reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(function)(
-      map,
-      p.op.dtype == DType::float16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
-                                   : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
-      5, const_cast<void*>(p.op.kv_cache), sizes, strides, box, element_strides,
-      CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-      CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
+  return make_tensor_map(p.op.kv_cache, p.op.dtype, 5, sizes, strides, box, map);
 }
 
 // A lane's share of a tile of keys: one page.

@@ -4,9 +4,10 @@
 
 #include <cstddef>
 
-#include "attention/hopper_primitives.cuh"
 #include "attention/kernel_params.cuh"
 #include "attention/prefill_work.cuh"
+#include "common/hopper_primitives.cuh"
+#include "common/wgmma.cuh"
 
 namespace pagedinfer::attention::wgmma {
 

@@ -1,125 +1,22 @@
-// The instructions of sm_90a that the wgmma kernel is made of, one function each: barriers in
-// shared memory, boxes of a tensor fetched by the copy engine, and products of a warpgroup.
+// Products of a warpgroup (wgmma, sm_90a): one function for each shape of operands.
 //
 // Tiles in shared memory are made of *panels* of 8 rows x 64 16-bit columns, which is what the copy
 // engine writes and wgmma reads with a swizzle of 128 bytes: rows of 128 bytes, 16-byte chunk c of
 // row r at chunk c xor r. See PanelRows.
 #pragma once
 
-#include <cuda.h>
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
-#include <cuda_runtime.h>
 
 #include <cstdint>
 
-namespace pagedinfer::attention {
+namespace pagedinfer {
 
 constexpr int kPanelColumns = 64;
 constexpr int kPanelRowBytes = 128;
 constexpr int kGroupShift = 3, kGroupRows = 1 << kGroupShift;  // rows of a panel
 constexpr int kPanelBytes = kGroupRows * kPanelRowBytes;
 constexpr int kPanelAlignment = kPanelBytes;
-
-// ---- barriers (mbarrier): a phase completes when `arrivals` have arrived and all bytes are there
-// ----
-
-__device__ __forceinline__ void init_barrier(uint32_t barrier, int arrivals) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
-}
-
-// After init_barrier, before the block's __syncthreads: the copy engine sees the barriers too.
-__device__ __forceinline__ void publish_barriers() {
-  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-}
-
-__device__ __forceinline__ void arrive(uint32_t barrier) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
-}
-
-// The same, and the phase waits for so many more bytes of the copy engine.
-__device__ __forceinline__ void arrive_expecting(uint32_t barrier, uint32_t bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
-               : "memory");
-}
-
-// Waits until the phase of this parity is complete. A new barrier counts as past parity 1.
-__device__ __forceinline__ void wait_barrier(uint32_t barrier, uint32_t parity) {
-  uint32_t done;
-  do {
-    asm volatile(
-        "{\n"
-        ".reg .pred p;\n"
-        "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
-        "selp.u32 %0, 1, 0, p;\n"
-        "}"
-        : "=r"(done)
-        : "r"(barrier), "r"(parity)
-        : "memory");
-  } while (!done);
-}
-
-// Whether it is complete, without a wait.
-__device__ __forceinline__ bool test_barrier(uint32_t barrier, uint32_t parity) {
-  uint32_t done;
-  asm volatile(
-      "{\n"
-      ".reg .pred p;\n"
-      "mbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\n"
-      "selp.u32 %0, 1, 0, p;\n"
-      "}"
-      : "=r"(done)
-      : "r"(barrier), "r"(parity)
-      : "memory");
-  return done;
-}
-
-// What this thread wrote to shared memory is seen by wgmma and the copy engine after the next
-// barrier.
-__device__ __forceinline__ void fence_shared_for_async() {
-  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-}
-
-// Named barriers of `threads` threads: those that wait and those that only report.
-__device__ __forceinline__ void sync_named(int id, int threads) {
-  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
-}
-
-__device__ __forceinline__ void arrive_named(int id, int threads) {
-  asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
-}
-
-// ---- the copy engine ----
-
-// The box of `map` at these coordinates, the innermost first, to `to`; zeros for what lies outside
-// of the tensor. Its bytes count at the barrier.
-__device__ __forceinline__ void fetch_box(uint32_t to, const CUtensorMap* map, int c0, int c1,
-                                          int c2, int c3, int c4, uint32_t barrier) {
-  asm volatile(
-      "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
-      "[%0], [%1, {%3, %4, %5, %6, %7}], [%2];" ::"r"(to),
-      "l"(map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4)
-      : "memory");
-}
-
-__device__ __forceinline__ void prefetch_map(const CUtensorMap* map) {
-  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
-}
-
-// ---- registers: every warp of a warpgroup calls these ----
-
-template <int REGISTERS>
-__device__ __forceinline__ void give_registers_back() {
-  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS));
-}
-
-template <int REGISTERS>
-__device__ __forceinline__ void take_registers() {
-  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
-}
-
-// ---- wgmma ----
 
 // Before the first product that reads or adds to registers which were written since.
 __device__ __forceinline__ void fence_products() {
@@ -173,26 +70,40 @@ struct PanelRows {
 };
 
 // clang-format off
-#define PAGEDINFER_REGISTERS_AT(c, i) \
+#define PAGEDINFER_NAMES_8 "%0, %1, %2, %3, %4, %5, %6, %7"
+#define PAGEDINFER_NAMES_16 PAGEDINFER_NAMES_8 ", %8, %9, %10, %11, %12, %13, %14, %15"
+#define PAGEDINFER_NAMES_24 PAGEDINFER_NAMES_16 ", %16, %17, %18, %19, %20, %21, %22, %23"
+#define PAGEDINFER_NAMES_32 PAGEDINFER_NAMES_24 ", %24, %25, %26, %27, %28, %29, %30, %31"
+#define PAGEDINFER_NAMES_40 PAGEDINFER_NAMES_32 ", %32, %33, %34, %35, %36, %37, %38, %39"
+#define PAGEDINFER_NAMES_48 PAGEDINFER_NAMES_40 ", %40, %41, %42, %43, %44, %45, %46, %47"
+#define PAGEDINFER_NAMES_56 PAGEDINFER_NAMES_48 ", %48, %49, %50, %51, %52, %53, %54, %55"
+#define PAGEDINFER_NAMES_64 PAGEDINFER_NAMES_56 ", %56, %57, %58, %59, %60, %61, %62, %63"
+#define PAGEDINFER_NAMES_72 PAGEDINFER_NAMES_64 ", %64, %65, %66, %67, %68, %69, %70, %71"
+#define PAGEDINFER_NAMES_80 PAGEDINFER_NAMES_72 ", %72, %73, %74, %75, %76, %77, %78, %79"
+#define PAGEDINFER_NAMES_88 PAGEDINFER_NAMES_80 ", %80, %81, %82, %83, %84, %85, %86, %87"
+#define PAGEDINFER_NAMES_96 PAGEDINFER_NAMES_88 ", %88, %89, %90, %91, %92, %93, %94, %95"
+#define PAGEDINFER_NAMES_104 PAGEDINFER_NAMES_96 ", %96, %97, %98, %99, %100, %101, %102, %103"
+#define PAGEDINFER_NAMES_112 PAGEDINFER_NAMES_104 ", %104, %105, %106, %107, %108, %109, %110, %111"
+#define PAGEDINFER_NAMES_120 PAGEDINFER_NAMES_112 ", %112, %113, %114, %115, %116, %117, %118, %119"
+#define PAGEDINFER_NAMES_128 PAGEDINFER_NAMES_120 ", %120, %121, %122, %123, %124, %125, %126, %127"
+#define PAGEDINFER_AT(c, i) \
   "+f"(c[i]), "+f"(c[i + 1]), "+f"(c[i + 2]), "+f"(c[i + 3]), "+f"(c[i + 4]), "+f"(c[i + 5]), "+f"(c[i + 6]), "+f"(c[i + 7])
-#define PAGEDINFER_REGISTERS_32(c) \
-  PAGEDINFER_REGISTERS_AT(c, 0), PAGEDINFER_REGISTERS_AT(c, 8), PAGEDINFER_REGISTERS_AT(c, 16), PAGEDINFER_REGISTERS_AT(c, 24)
-#define PAGEDINFER_REGISTERS_64(c) PAGEDINFER_REGISTERS_32(c), \
-  PAGEDINFER_REGISTERS_AT(c, 32), PAGEDINFER_REGISTERS_AT(c, 40), PAGEDINFER_REGISTERS_AT(c, 48), PAGEDINFER_REGISTERS_AT(c, 56)
-#define PAGEDINFER_REGISTERS_128(c) PAGEDINFER_REGISTERS_64(c), \
-  PAGEDINFER_REGISTERS_AT(c, 64), PAGEDINFER_REGISTERS_AT(c, 72), PAGEDINFER_REGISTERS_AT(c, 80), PAGEDINFER_REGISTERS_AT(c, 88), \
-  PAGEDINFER_REGISTERS_AT(c, 96), PAGEDINFER_REGISTERS_AT(c, 104), PAGEDINFER_REGISTERS_AT(c, 112), PAGEDINFER_REGISTERS_AT(c, 120)
-#define PAGEDINFER_NAMES_32 \
-  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
-  "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
-#define PAGEDINFER_NAMES_64 PAGEDINFER_NAMES_32 ", " \
-  "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, " \
-  "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
-#define PAGEDINFER_NAMES_128 PAGEDINFER_NAMES_64 ", " \
-  "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, " \
-  "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, " \
-  "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, " \
-  "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
+#define PAGEDINFER_FLOATS_8(c) PAGEDINFER_AT(c, 0)
+#define PAGEDINFER_FLOATS_16(c) PAGEDINFER_FLOATS_8(c), PAGEDINFER_AT(c, 8)
+#define PAGEDINFER_FLOATS_24(c) PAGEDINFER_FLOATS_16(c), PAGEDINFER_AT(c, 16)
+#define PAGEDINFER_FLOATS_32(c) PAGEDINFER_FLOATS_24(c), PAGEDINFER_AT(c, 24)
+#define PAGEDINFER_FLOATS_40(c) PAGEDINFER_FLOATS_32(c), PAGEDINFER_AT(c, 32)
+#define PAGEDINFER_FLOATS_48(c) PAGEDINFER_FLOATS_40(c), PAGEDINFER_AT(c, 40)
+#define PAGEDINFER_FLOATS_56(c) PAGEDINFER_FLOATS_48(c), PAGEDINFER_AT(c, 48)
+#define PAGEDINFER_FLOATS_64(c) PAGEDINFER_FLOATS_56(c), PAGEDINFER_AT(c, 56)
+#define PAGEDINFER_FLOATS_72(c) PAGEDINFER_FLOATS_64(c), PAGEDINFER_AT(c, 64)
+#define PAGEDINFER_FLOATS_80(c) PAGEDINFER_FLOATS_72(c), PAGEDINFER_AT(c, 72)
+#define PAGEDINFER_FLOATS_88(c) PAGEDINFER_FLOATS_80(c), PAGEDINFER_AT(c, 80)
+#define PAGEDINFER_FLOATS_96(c) PAGEDINFER_FLOATS_88(c), PAGEDINFER_AT(c, 88)
+#define PAGEDINFER_FLOATS_104(c) PAGEDINFER_FLOATS_96(c), PAGEDINFER_AT(c, 96)
+#define PAGEDINFER_FLOATS_112(c) PAGEDINFER_FLOATS_104(c), PAGEDINFER_AT(c, 104)
+#define PAGEDINFER_FLOATS_120(c) PAGEDINFER_FLOATS_112(c), PAGEDINFER_AT(c, 112)
+#define PAGEDINFER_FLOATS_128(c) PAGEDINFER_FLOATS_120(c), PAGEDINFER_AT(c, 120)
 // clang-format on
 
 // c [64 x N] = a [64 x 16] b^T, b [N x 16], or += where `accumulate`. Both lie in shared memory,
@@ -224,13 +135,20 @@ __device__ __forceinline__ void multiply_columns(float (&c)[N / 2], const uint32
                  ", 0;\n"                                                                        \
                  "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." NAME "." NAME                 \
                  " {" PAGEDINFER_NAMES_##COUNT "}, %" #COUNT ", %" B ", p, 1, 1, 0, 0;\n}"       \
-                 : PAGEDINFER_REGISTERS_##COUNT(c)                                               \
+                 : PAGEDINFER_FLOATS_##COUNT(c)                                                  \
                  : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)));                           \
   }
-PAGEDINFER_MULTIPLY_ROWS(__nv_bfloat16, "bf16", 64, 32, "33", "34")
-PAGEDINFER_MULTIPLY_ROWS(__nv_bfloat16, "bf16", 128, 64, "65", "66")
-PAGEDINFER_MULTIPLY_ROWS(__half, "f16", 64, 32, "33", "34")
-PAGEDINFER_MULTIPLY_ROWS(__half, "f16", 128, 64, "65", "66")
+#define PAGEDINFER_MULTIPLY_ROWS_OF_BOTH(N, COUNT, B, FLAG)          \
+  PAGEDINFER_MULTIPLY_ROWS(__nv_bfloat16, "bf16", N, COUNT, B, FLAG) \
+  PAGEDINFER_MULTIPLY_ROWS(__half, "f16", N, COUNT, B, FLAG)
+PAGEDINFER_MULTIPLY_ROWS_OF_BOTH(16, 8, "9", "10")
+PAGEDINFER_MULTIPLY_ROWS_OF_BOTH(32, 16, "17", "18")
+PAGEDINFER_MULTIPLY_ROWS_OF_BOTH(48, 24, "25", "26")
+PAGEDINFER_MULTIPLY_ROWS_OF_BOTH(64, 32, "33", "34")
+PAGEDINFER_MULTIPLY_ROWS_OF_BOTH(80, 40, "41", "42")
+PAGEDINFER_MULTIPLY_ROWS_OF_BOTH(96, 48, "49", "50")
+PAGEDINFER_MULTIPLY_ROWS_OF_BOTH(112, 56, "57", "58")
+PAGEDINFER_MULTIPLY_ROWS_OF_BOTH(128, 64, "65", "66")
 
 #define PAGEDINFER_MULTIPLY_HELD_ROWS(T, NAME, N, COUNT, A1, A2, A3, B, FLAG)                     \
   template <>                                                                                     \
@@ -241,7 +159,7 @@ PAGEDINFER_MULTIPLY_ROWS(__half, "f16", 128, 64, "65", "66")
                  "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." NAME "." NAME                  \
                  " {" PAGEDINFER_NAMES_##COUNT "}, {%" #COUNT ", %" A1 ", %" A2 ", %" A3 "}, %" B \
                                                ", p, 1, 1, 0;\n}"                                 \
-                 : PAGEDINFER_REGISTERS_##COUNT(c)                                                \
+                 : PAGEDINFER_FLOATS_##COUNT(c)                                                   \
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b),                            \
                    "r"(static_cast<int>(accumulate)));                                            \
   }
@@ -257,7 +175,7 @@ PAGEDINFER_MULTIPLY_HELD_ROWS(__half, "f16", 128, 64, "65", "66", "67", "68", "6
         "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." NAME "." NAME                        \
         " {" PAGEDINFER_NAMES_##COUNT "}, {%" #COUNT ", %" A1 ", %" A2 ", %" A3 "}, %" B       \
                                       ", p, 1, 1, 1;\n}"                                       \
-        : PAGEDINFER_REGISTERS_##COUNT(c)                                                      \
+        : PAGEDINFER_FLOATS_##COUNT(c)                                                         \
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                                 \
   }
 PAGEDINFER_MULTIPLY_COLUMNS(__nv_bfloat16, "bf16", 64, 32, "33", "34", "35", "36")
@@ -267,15 +185,9 @@ PAGEDINFER_MULTIPLY_COLUMNS(__half, "f16", 64, 32, "33", "34", "35", "36")
 PAGEDINFER_MULTIPLY_COLUMNS(__half, "f16", 128, 64, "65", "66", "67", "68")
 PAGEDINFER_MULTIPLY_COLUMNS(__half, "f16", 256, 128, "129", "130", "131", "132")
 
+#undef PAGEDINFER_MULTIPLY_ROWS_OF_BOTH
 #undef PAGEDINFER_MULTIPLY_ROWS
 #undef PAGEDINFER_MULTIPLY_HELD_ROWS
 #undef PAGEDINFER_MULTIPLY_COLUMNS
-#undef PAGEDINFER_NAMES_32
-#undef PAGEDINFER_NAMES_64
-#undef PAGEDINFER_NAMES_128
-#undef PAGEDINFER_REGISTERS_AT
-#undef PAGEDINFER_REGISTERS_32
-#undef PAGEDINFER_REGISTERS_64
-#undef PAGEDINFER_REGISTERS_128
 
-}  // namespace pagedinfer::attention
+}  // namespace pagedinfer
