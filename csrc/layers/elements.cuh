@@ -65,6 +65,17 @@ __device__ __forceinline__ float rounded_through(float x) {
   return to_float(rounded<T>(x));
 }
 
+// x / (1 + e^-x). The fast exponential and division err by some units in float32's last place, far
+// below what a half type keeps; float32 takes the exact ones.
+template <typename T>
+__device__ __forceinline__ float silu(float x) {
+  if constexpr (sizeof(T) == 2) {
+    return __fdividef(x, 1.0f + __expf(-x));
+  } else {
+    return x / (1.0f + expf(-x));
+  }
+}
+
 // Calls launch.operator()<T, kCount>() with the element type of `dtype` and either as many elements
 // as 16 bytes hold or, where `vectors` is false (rows that do not start or end at such multiples),
 // one.

@@ -16,17 +16,6 @@ namespace {
 
 constexpr int kThreads = 256;
 
-// The fast exponential and division err by some units in float32's last place, far below what a
-// half type keeps; float32 takes the exact ones.
-template <typename T>
-__device__ __forceinline__ float silu(float x) {
-  if constexpr (sizeof(T) == 2) {
-    return __fdividef(x, 1.0f + __expf(-x));
-  } else {
-    return x / (1.0f + expf(-x));
-  }
-}
-
 template <typename T, int kVec>
 __global__ void __launch_bounds__(kThreads)
     silu_and_mul_kernel(const __grid_constant__ SiluAndMulParams p, unsigned pieces_per_row) {

@@ -126,15 +126,6 @@ __device__ __forceinline__ void add_products(float (&sums)[2], const Vector<T, k
   }
 }
 
-template <typename T>
-__device__ __forceinline__ float silu(float x) {
-  if constexpr (sizeof(T) == 2) {
-    return __fdividef(x, 1.0f + __expf(-x));
-  } else {
-    return x / (1.0f + expf(-x));
-  }
-}
-
 // Brings the input's rows into shared memory, normed if there is a norm. The whole block calls it,
 // and no thread may read another's part before a barrier.
 template <typename T, int kVec, int kRows>
