@@ -81,6 +81,13 @@ STABLE_TORCH_LIBRARY(pagedinfer, m) {
   m.def(
       "skinny_linear(Tensor input, Tensor weight, Tensor? bias, Tensor? norm_weight, "
       "float epsilon, bool gated, Tensor? residual, Tensor(a!) out) -> ()");
+  // Floats of workspace that decode_linear needs.
+  m.def("decode_linear_workspace_size(Tensor input, Tensor weight, bool gated) -> int");
+  // A linear layer over the rows of a step of decodes, in a half type, with silu_and_mul after it:
+  // on GPUs of compute capability 9.0.
+  m.def(
+      "decode_linear(Tensor input, Tensor weight, Tensor? bias, bool gated, int queue, "
+      "Tensor(a!) workspace, Tensor(b!) out) -> ()");
   // Whether half_linear is the quicker way here: on a CPU without arithmetic in weight's dtype.
   m.def("half_linear_pays(Tensor weight) -> bool");
   // out = input . weight^T + bias in a half type, summed in float32. On CPUs only.
@@ -145,6 +152,8 @@ STABLE_TORCH_LIBRARY(pagedinfer, m) {
   m.impl("rotary_embedding", TORCH_BOX(&pagedinfer::rotary_embedding));                         \
   m.impl("silu_and_mul", TORCH_BOX(&pagedinfer::silu_and_mul));                                 \
   m.impl("skinny_linear", TORCH_BOX(&pagedinfer::skinny_linear));                               \
+  m.impl("decode_linear_workspace_size", TORCH_BOX(&pagedinfer::decode_linear_workspace_size)); \
+  m.impl("decode_linear", TORCH_BOX(&pagedinfer::decode_linear));                               \
   m.impl("half_linear_pays", TORCH_BOX(&pagedinfer::half_linear_pays));                         \
   m.impl("half_linear", TORCH_BOX(&pagedinfer::half_linear));                                   \
   m.impl("decode_inputs", TORCH_BOX(&pagedinfer::decode_inputs));                               \

@@ -65,6 +65,9 @@ void silu_and_mul(const Tensor& input, Tensor out);
 void skinny_linear(const Tensor& input, const Tensor& weight, std::optional<Tensor> bias,
                    std::optional<Tensor> norm_weight, double epsilon, bool gated,
                    std::optional<Tensor> residual, Tensor out);
+int64_t decode_linear_workspace_size(const Tensor& input, const Tensor& weight, bool gated);
+void decode_linear(const Tensor& input, const Tensor& weight, std::optional<Tensor> bias,
+                   bool gated, int64_t queue, Tensor workspace, Tensor out);
 bool half_linear_pays(const Tensor& weight);
 void half_linear(const Tensor& input, const Tensor& weight, std::optional<Tensor> bias, Tensor out);
 

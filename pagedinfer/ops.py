@@ -824,6 +824,67 @@ def skinny_linear(
     return out
 
 
+MAX_DECODE_ROWS = 128
+"""The most rows that `decode_linear` takes."""
+
+
+def decode_linear(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    gated: bool = False,
+    out: Tensor | None = None,
+) -> Tensor:
+    """input @ weight^T + bias, `silu_and_mul`ed if `gated`: a linear layer over a step of decodes.
+
+    For GPUs of compute capability 9.0, where it multiplies through wgmma. The weight is read before the
+    kernels ahead in the stream have ended, so that the memory never rests: it must not be written by any that
+    may still be under way, as weights are not. Calls on one stream, those in graphs captured there included,
+    share counters in the GPU's memory, and so must not run at the same time.
+
+    Args:
+        input: float16 or bfloat16 [num_rows, in_features], at most `MAX_DECODE_ROWS` rows; rows begin at
+            multiples of 16 bytes.
+        weight: dtype [features, in_features], contiguous, rows at multiples of 16 bytes too; an even number
+            of features. If gated a multiple of 16: the gate's, then as many of the other factor.
+        bias: dtype [features].
+        out: dtype [num_rows, out_features]: features or, if gated, half of them; rows at multiples of 4
+            bytes; allocated if not given. Shares no memory with the others.
+
+    Returns:
+        `out`. Sums are in float32, rounded where a product and `silu_and_mul` round. A row's result does not
+        depend, to the last bit, on what is in the other rows; it may on how many there are.
+
+    Raises:
+        ValueError: shapes, dtypes, devices, alignments or strides that do not fit, or a GPU that the kernel
+            is not for.
+    """
+    if out is None:
+        features = weight.shape[0] // (2 if gated else 1) if weight.dim() else 0  # which it refuses
+        out = torch.empty((*input.shape[:1], features), dtype=input.dtype, device=input.device)
+    size = int(_ops.decode_linear_workspace_size(input, weight, gated))
+    workspace = torch.empty(size, dtype=torch.float32, device=input.device)
+    _ops.decode_linear(input, weight, bias, gated, _queue_of_stream(input.device), workspace, out)
+    return out
+
+
+_QUEUES = 256  # kDecodeLinearQueues in csrc/layers/decode_linear.h
+
+
+def _queue_of_stream(device: torch.device) -> int:
+    """A number of its own for each of a device's streams, in the order in which they come."""
+    if device.type != "cuda":
+        return 0
+    streams = _known_streams(device.index)
+    return streams.setdefault(torch.cuda.current_stream(device).cuda_stream, len(streams) % _QUEUES)
+
+
+@cache
+def _known_streams(device: int) -> dict[int, int]:
+    return {}
+
+
 @cache
 def half_linear_pays(dtype: torch.dtype) -> bool:
     """Whether `half_linear` is the quicker way to multiply by weights of a half type on this CPU.
@@ -1155,6 +1216,7 @@ def _register_fakes() -> None:
         "rotary_embedding",
         "silu_and_mul",
         "skinny_linear",
+        "decode_linear",
         "half_linear",
         "decode_inputs",
         "keep_tokens",

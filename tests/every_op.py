@@ -225,6 +225,18 @@ def skinny_linear(device: torch.device) -> None:
             ops.skinny_linear(input, weight, gated=True)
 
 
+def decode_linear(device: torch.device) -> None:
+    """Tiles in part, and the inner dimension in parts; on GPUs that it is for."""
+    if device.type == "cuda" and torch.cuda.get_device_capability() != (9, 0):
+        return
+    for dtype in (torch.float16, torch.bfloat16):
+        for rows, out_features, in_features in ((9, 70, 72), (100, 208, 2056), (128, 18000, 136)):
+            weight = torch.randn(out_features, in_features, device=device).to(dtype)
+            input = torch.randn(rows, in_features, device=device).to(dtype)
+            ops.decode_linear(input, weight, weight[:, 0].contiguous())
+            ops.decode_linear(input, weight[: out_features // 16 * 16], gated=True)
+
+
 def half_linear(device: torch.device) -> None:
     """There is none for GPUs: on the CPU whatever the device."""
     for dtype in (torch.float16, torch.bfloat16):
@@ -306,6 +318,8 @@ CALLS: dict[str, Call] = {
     "rotary_embedding": rotary_embedding,
     "silu_and_mul": silu_and_mul,
     "skinny_linear": skinny_linear,
+    "decode_linear_workspace_size": decode_linear,
+    "decode_linear": decode_linear,
     "half_linear_pays": half_linear,
     "half_linear": half_linear,
     "decode_inputs": decode_inputs,
