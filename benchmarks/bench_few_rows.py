@@ -1,7 +1,8 @@
-"""Times decoding of few requests: the linear layers beside cuBLAS, and the whole model with and without them.
+"""Times steps of decodes: the linear layers beside cuBLAS, and the whole model with and without them.
 
     python benchmarks/bench_few_rows.py                                # Llama-3-8B's and Qwen3-0.6B's shapes
     python benchmarks/bench_few_rows.py --rows 1 --models qwen3-0.6b --json results/few_rows.json
+    python benchmarks/bench_few_rows.py --rows 24,64,128 --models llama-3-8b
 
 bfloat16, random weights. A linear layer is timed over several weights in turn, beyond the second-level cache;
 "model" is a decode step from token ids to logits with 512 tokens in the cache, all in one CUDA graph, without
@@ -14,6 +15,7 @@ import argparse
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,7 +29,7 @@ import timing
 from model_shapes import SHAPES, write_shape
 
 from pagedinfer import ops
-from pagedinfer.layers import few_rows
+from pagedinfer.layers import decode_rows, few_rows
 from pagedinfer.layers.attention import AttentionBatch
 from pagedinfer.models.causal_lm import CausalLM
 from pagedinfer.models.model_config import ModelConfig
@@ -72,6 +74,8 @@ def linear_rows(name: str, num_rows: int, seconds: float) -> Iterator[Row]:
         kernels: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"torch": torch.nn.functional.linear}
         if num_rows <= ops.MAX_SKINNY_ROWS:
             kernels["ours"] = ops.skinny_linear
+        elif num_rows <= ops.MAX_DECODE_ROWS:
+            kernels["ours"] = ops.decode_linear
         for who, kernel in kernels.items():
             error = (kernel(input, weights[0]).double() - exact).norm() / exact.norm()
             calls = [partial(kernel, input, weight) for weight in weights]
@@ -119,8 +123,10 @@ def model_rows(
     embedding = 0 if tied else config.vocab_size * config.hidden_size
     weights = 2 * (sum(parameter.numel() for parameter in model.parameters()) - embedding)
     for who in ("torch", "ours"):
-        have_kernels = few_rows.have_kernels if who == "ours" else lambda input: False
-        with mock.patch.object(few_rows, "have_kernels", have_kernels):
+        with ExitStack() as changes:
+            if who == "torch":
+                changes.enter_context(mock.patch.object(few_rows, "have_kernels", return_value=False))
+                changes.enter_context(mock.patch.object(decode_rows, "served", return_value=False))
             took = timing.time_calls([step.run], seconds=seconds)
         yield row(name, "model", num_rows, who, weights, took)
 

@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from pagedinfer import ops
 from pagedinfer.distributed.sharding import Shard
-from pagedinfer.layers import few_rows
+from pagedinfer.layers import decode_rows, few_rows
 from pagedinfer.layers.placement import Placement
 from pagedinfer.layers.stored_tensor import Piece, StoredTensor
 
@@ -28,6 +28,8 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """
     if _by_half_linear(weight):
         return ops.half_linear(input, weight, bias)
+    if decode_rows.served(input, weight):
+        return ops.decode_linear(input, weight, bias)
     return few_rows.linear(input, weight, bias)
 
 

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from pagedinfer import ops
 from pagedinfer.distributed.sharding import shard_evenly
-from pagedinfer.layers import few_rows
+from pagedinfer.layers import decode_rows, few_rows
 from pagedinfer.layers.activation import gated_activation
 from pagedinfer.layers.linear import ColumnParallelLinear, RowParallelLinear
 from pagedinfer.layers.norm import RMSNorm
@@ -40,9 +40,17 @@ class GatedMLP(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """[num_tokens, hidden] -> [num_tokens, hidden]"""
-        if self.activation is ops.silu_and_mul and few_rows.served(hidden):
-            return self.down_proj(few_rows.gated_linear(hidden, self.gate_up_proj))  # type: ignore[no-any-return]
-        return self.down_proj(self.activation(self.gate_up_proj(hidden)))  # type: ignore[no-any-return]
+        return self.down_proj(self._gated(hidden))  # type: ignore[no-any-return]
+
+    def _gated(self, hidden: Tensor) -> Tensor:
+        """activation(gate(hidden)) * up(hidden), in one kernel where there is one."""
+        layer = self.gate_up_proj
+        if self.activation is ops.silu_and_mul:
+            if few_rows.served(hidden):
+                return few_rows.gated_linear(hidden, layer)
+            if decode_rows.served(hidden, layer.weight, gated=True):
+                return ops.decode_linear(hidden, layer.weight, layer.bias, gated=True)
+        return self.activation(layer(hidden))
 
     def add_to(self, stream: Tensor, norm: RMSNorm) -> None:
         """stream += self(norm(stream)), [num_rows, hidden]: over few rows on one rank."""
