@@ -20,6 +20,8 @@ otherwise.
 
 from __future__ import annotations
 
+import itertools
+from collections import defaultdict
 from dataclasses import dataclass, replace
 from enum import IntFlag
 from functools import cache
@@ -876,13 +878,12 @@ def _queue_of_stream(device: torch.device) -> int:
     """A number of its own for each of a device's streams, in the order in which they come."""
     if device.type != "cuda":
         return 0
-    streams = _known_streams(device.index)
-    return streams.setdefault(torch.cuda.current_stream(device).cuda_stream, len(streams) % _QUEUES)
+    return _numbers_of_streams(device)[torch.cuda.current_stream(device).cuda_stream] % _QUEUES
 
 
 @cache
-def _known_streams(device: int) -> dict[int, int]:
-    return {}
+def _numbers_of_streams(device: torch.device) -> defaultdict[int, int]:
+    return defaultdict(itertools.count().__next__)
 
 
 @cache
