@@ -188,7 +188,7 @@ def test_two_streams_at_once() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("rows", "uses"), [(1, False), (4, False), (24, True), (64, True), (129, False)])
+@pytest.mark.parametrize(("rows", "uses"), [(1, False), (4, False), (24, True), (33, False)])
 def test_layers_use_it_where_it_is_ahead(rows: int, uses: bool) -> None:
     device = torch.device("cuda")
     input = random(rows, 512, device=device, dtype=torch.bfloat16)
@@ -206,6 +206,17 @@ def test_layers_use_it_where_it_is_ahead(rows: int, uses: bool) -> None:
     gate, up = (input.double() @ mlp.gate_up_proj.weight.double().T).chunk(2, dim=1)
     wanted = (gate * gate.sigmoid() * up) @ mlp.down_proj.weight.double().T
     assert (out.double() - wanted).norm() / wanted.norm() < 0.01
+
+
+@pytest.mark.gpu
+def test_is_used_for_more_rows_of_large_weights() -> None:
+    weight = torch.empty(4096, 4096, device="cuda", dtype=torch.bfloat16)
+    assert decode_rows.served(weight[:96], weight)
+    assert decode_rows.served(weight[:96], weight, gated=True)
+    assert not decode_rows.served(weight[:96], weight[:1024])
+    assert not decode_rows.served(weight[:129], weight)
+    assert not decode_rows.served(weight[:96].float(), weight.float())
+    assert not decode_rows.served(weight[:96, 1:], weight[:, 1:])
 
 
 def test_is_not_used_on_cpus() -> None:
