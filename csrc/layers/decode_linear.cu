@@ -38,7 +38,7 @@ constexpr int kMaxStages = 24;  // of both rings
 constexpr int kInFlight = 6;
 constexpr int kBarrierBytes = 8;
 constexpr int kAllBarrierBytes = kMaxStages * 2 * kBarrierBytes;
-// Of each queue: more tiles than these are not divided.
+// Of each queue: tiles that are divided are fewer than multiprocessors, and have 8 warps.
 constexpr int kTickets = 2048;
 // Shared memory of a multiprocessor that is left for blocks of the kernel ahead and behind.
 constexpr int kSharedForOthers = 9 * 1024;
@@ -47,7 +47,9 @@ __device__ unsigned all_tickets[kDecodeLinearQueues][kTickets];
 
 // Registers are left for blocks of the kernel ahead and behind.
 template <int N>
-constexpr int kRegisters = N <= 32 ? 64 : N <= 64 ? 96 : 128;
+constexpr int kRegisters = N <= 32   ? 64
+                           : N <= 64 ? 96
+                                     : 128;
 
 // A ring of stages in shared memory, and the place of one of its users.
 struct Ring {

@@ -30,7 +30,7 @@ def served(input: Tensor, weight: Tensor, *, gated: bool = False) -> bool:
     half = input.dtype in (torch.float16, torch.bfloat16)
     if not (half and input.is_cuda and _has_kernel(input.device)):
         return False
-    rows_fit = input.stride(1) == 1 and input.stride(0) % _ALIGNMENT == 0
+    rows_fit = input.stride(1) == 1 and input.stride(0) % _ALIGNMENT == 0 and weight.is_contiguous()
     multiple = 2 * _ALIGNMENT if gated else 2
     return rows_fit and input.shape[1] % _ALIGNMENT == 0 and weight.shape[0] % multiple == 0
 
