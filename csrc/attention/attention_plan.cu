@@ -11,8 +11,9 @@
 //   seq_lens          [num_seqs]       int32
 //   plan              PlanLayout       int32, written: the header; BlockRecord [grid]; counters
 //                                      [grid + 1], zeros, which the decode kernel leaves as they
-//                                      are; SequenceRecord [num_seqs], twice; scratch [num_seqs];
-//                                      ZeroRun [num_seqs]; PrefillTile [num_prefill_tiles]
+//                                      are; SequenceRecord [num_seqs], and the same by length, if
+//                                      units are dealt; scratch [num_seqs]; ZeroRun [num_seqs];
+//                                      PrefillTile [num_prefill_tiles]
 //
 // Grid: one block of 1,024 threads; it runs once a step, not once a layer. Each thread takes every
 // 1,024th sequence, block of the decode grid, and prefill tile.
@@ -256,7 +257,7 @@ __global__ __launch_bounds__(kThreads) void attention_plan_kernel(
   }
   __syncthreads();
 
-  // Decode: units that are dealt, by a counting sort, or the grid's ranges.
+  // Decode: units that are dealt, by falling length, or the grid's ranges.
   const UnitDeal deal{before.decode_seqs * units, p.grid};
   const bool deals = deal.pays(least_tiles, most_tiles, before.tiles);
   if (deals) {

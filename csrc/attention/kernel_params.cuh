@@ -107,8 +107,8 @@ struct PlanView {
   }
 };
 
-// Takes one of the units that are not dealt beforehand. One thread of each block, until there is
-// none.
+// Takes one of the units that are not dealt beforehand; num_units or more if there is none left.
+// One thread of each block calls it until then, so that the last one to ask resets the counter.
 __device__ __forceinline__ int take_unit(const PlanView& plan, const UnitDeal& deal) {
   const int asked = atomicAdd(plan.units_asked, 1);
   if (asked == deal.times_asked() - 1) *plan.units_asked = 0;

@@ -13,10 +13,10 @@
 //   workspace     see partial_results.cuh                        float32  results of parts
 //   out           [num_tokens, num_heads, D]                     T        dense
 //
-// Grid: p.grid blocks (decode_grid), whatever the batch, so that a captured graph
-// stays valid. A block owns the contiguous range of tiles in its BlockRecord (work_partition.h), or
-// whole units are dealt to the blocks and, the last ones, taken by those that are done (UnitDeal).
-// The launch is dependent (dependent_launch.cuh).
+// Grid: p.grid blocks (decode_grid), whatever the batch, so that a captured graph stays valid. A
+// block owns the contiguous range of tiles in its BlockRecord; or, where the plan deals units,
+// those whole units that fall to it, and once it is done with these it takes more
+// (work_partition.h: UnitDeal). The launch is dependent (dependent_launch.cuh).
 //
 // A block's warps share nothing but the ends of the units: warp w takes tokens 16 w .. 16 w + 15 of
 // each tile, brings them in by itself and keeps a softmax of its own. So no barrier stands in the
@@ -32,7 +32,8 @@
 // stage that a warp has just used takes its O at the end of a unit: 16 tokens of K and V in 16 bits
 // are as many bytes as 16 rows of O in 32.
 //
-// Template: T, the element type; HEAD_DIM.
+// Template: T, the element type; HEAD_DIM; MAY_DEAL, whether the plan may deal units, and DEALS,
+// whether it does.
 //
 // Invariants: keys outside first_key .. seq_len - 1 are never read: their shared memory is zeroed
 // (0 * NaN would be NaN) and their scores are -inf.

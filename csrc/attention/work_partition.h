@@ -10,7 +10,7 @@
 // it has as many *tiles* of kTileTokens keys as its sequence. The tiles of all units, sequence by
 // sequence and head by head, form one list, which is cut into contiguous ranges of equal length,
 // one a block. A unit that lies in several ranges is computed in parts, which the last block to
-// finish merges.
+// finish merges. Where there are many units they are dealt to the blocks whole instead (UnitDeal).
 //
 // In deterministic mode ranges are cut at *chunks* only: chunk_tiles tiles, a number that depends
 // on the sequence's length alone. A chunk belongs to the range that its first tile falls into,
@@ -134,9 +134,12 @@ struct UnitDeal {
   int num_units, blocks;
 
   // Whether that is faster than ranges, given the tiles of the shortest and the longest unit and of
-  // all together (figures: docs/decisions/0002). What a block takes begins with an empty ring,
-  // which short shares of units of one length do not win back; and blocks without a unit in the
-  // last round should not have much to wait for.
+  // all together. The bounds lie between what won and what lost (docs/decisions/0002). A unit that
+  // is taken begins with an empty ring, which a block's share of `share` tiles has to win back:
+  // less than 28 do not where units are even (the longest below 5/4 of the mean), since ranges then
+  // end together too; 10 do otherwise. No unit may be longer than a share, even ones than 4/7 of
+  // it. And what blocks without a unit in the last round could compute meanwhile may be an eighth
+  // of all at most.
   PAGEDINFER_HOST_DEVICE bool pays(int least_tiles, int most_tiles, int total_tiles) const {
     const int share = total_tiles / blocks, last_round = num_units % blocks;
     const bool even = most_tiles * int64_t{4} * num_units < int64_t{5} * total_tiles;
@@ -146,7 +149,7 @@ struct UnitDeal {
            int64_t{8} * least_tiles * idle <= total_tiles;
   }
 
-  // False: it never is, for so many units at most.
+  // False: it is not, whatever the lengths. Known on the host.
   PAGEDINFER_HOST_DEVICE static bool may_pay(int64_t num_units, int blocks) {
     return num_units > blocks;
   }
