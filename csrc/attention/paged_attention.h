@@ -1,11 +1,11 @@
 // paged_attention: causal attention of ragged queries over one layer's paged KV cache.
 //
-//   for each sequence i with query_len = query_start_loc[i + 1] - query_start_loc[i], and its query
-//   j:
+//   for each sequence i, with query_len = query_start_loc[i + 1] - query_start_loc[i], and each of
+//   its queries j:
 //     row      = query_start_loc[i] + j
-//     position = seq_lens[i] - query_len + j                       (bottom-right causal)
-//     keys     = max(0, position - sliding_window + 1) .. position  (sliding_window 0: 0 ..
-//     position) for each head h, with g = h / (num_heads / num_kv_heads):
+//     position = seq_lens[i] - query_len + j                        (bottom-right causal)
+//     keys     = max(0, position - sliding_window + 1) .. position  (from 0 on without a window)
+//     for each head h, with g = h / (num_heads / num_kv_heads):
 //       k[t], v[t] = kv_cache[block_table[i, t / block_size], 0 or 1, g, t % block_size, :]
 //       s[t]       = scale * dot(query[row, h], k[t]);  logit_cap > 0: s = cap * tanh(s / cap)
 //       out[row, h] = sum over keys of softmax(s)[t] * v[t]

@@ -9,8 +9,7 @@
 
 namespace pagedinfer {
 
-// ---- barriers (mbarrier): a phase completes when `arrivals` have arrived and all bytes are there
-// ----
+// ---- barriers (mbarrier): a phase completes when all have arrived and all bytes are there ----
 
 __device__ __forceinline__ void init_barrier(uint32_t barrier, int arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
