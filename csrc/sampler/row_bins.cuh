@@ -15,7 +15,7 @@ constexpr int kSections = kNumBins / kWarpSize;  // of 32 bins
 struct Bins {
   SharedSum weight[kNumBins];
   uint32_t count[kNumBins];
-  uint64_t section_amount[kSections];  // tokens or weight
+  uint64_t section_amount[kSections];  // count or weight, whichever a cut goes by
 
   __device__ void clear() {
     for (int bin = threadIdx.x; bin < kNumBins; bin += kThreads) {
@@ -59,8 +59,8 @@ __device__ inline int cut_lanes(uint64_t amount, uint64_t* need) {
 }
 
 // Cuts the team's bins. All threads call this once they have added their tokens' counts (or
-// weights, as the need has it), and find the same `result`. The bins may be cleared again after the
-// next barrier of the team.
+// weights, as the need has it), and find the cut in `result`, which is in shared memory. The bins
+// may be cleared again after the next barrier of the team.
 __device__ inline void cut_bins(Bins& bins, Need need, BinCut& result) {
   const bool by_count = need.of == Need::Of::count;
   __syncthreads();

@@ -22,8 +22,8 @@ struct RowBoundary : RowPasses<T, kAligned> {
 
   // All of these leave in kept_weight what each stretch's kept tokens weigh.
 
-  // The last token that top-k and top-p keep; kLastCode if they keep all (of any weight). False if
-  // the row has to be searched for it.
+  // The last token that top-k and top-p keep, in `boundary`; kLastCode if they keep all (of any
+  // weight). False if the row has to be searched for it.
   __device__ bool find_boundary(const float (&groups)[kVector], uint64_t* boundary) {
     *boundary = kLastCode;
     if (parameters.top_k >= row.vocab_size && !parameters.has_top_p) {

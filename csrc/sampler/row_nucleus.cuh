@@ -317,8 +317,8 @@ struct RowNucleus : RowBoundary<T, kAligned> {
     return boundary;
   }
 
-  // The last token that top-p keeps, after measure_mass and a barrier of the team. False if the
-  // row has to be searched for it.
+  // The last token that top-p keeps, in `boundary`, after measure_mass and a barrier of the team.
+  // False if the row has to be searched for it.
   __device__ bool find_nucleus(uint64_t* boundary) {
     float from, to;
     return guess_window(&from, &to) && find_within(from, to, boundary);

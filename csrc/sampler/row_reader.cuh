@@ -119,7 +119,7 @@ struct Row {
   // The same of the row's first or last vector, column by column: not a byte outside the row is
   // read.
   __device__ uint4 load_end(int vector) const {
-    asm volatile("" : "+r"(vector));  // lest the addresses of all calls be worked out beforehand
+    asm volatile("" : "+r"(vector));  // or all calls' addresses are kept from before the loops
     using Bits = std::conditional_t<sizeof(T) == 4, uint32_t, uint16_t>;
     const auto* row = reinterpret_cast<const Bits*>(vectors) + skipped;
     const auto none = static_cast<Bits>(minus_infinity(static_cast<const T*>(nullptr)));

@@ -4,24 +4,29 @@
 // fewer rows there are. A row's passes read it from device memory once and then mostly from L2:
 //
 //   greedy      1 pass: the first of the order
-//   otherwise   1 pass: the largest logit of every thread's columns, and of the row
-//   top-k, or top-p that leaves few tokens
-//               1 pass: the tokens at the top into a list, as far down as those largest logits show
-//               to be enough; the list is sorted and cut
-//   any other   1 pass: counts or weights by bins, which tell in which bin the boundary lies;
+//   short top-k 1 pass: the tokens that may be among the first k into a list, from which the token
+//               is drawn (row_shortlist.cuh)
+//   top-p alone 2 passes: an estimate of the boundary, and its proof (row_nucleus.cuh)
+//   otherwise   1 pass: the largest logit of every thread's columns, and of the row; then
+//     no filter 1 pass: the weights
+//     top-k     1 pass: the tokens at the top into a list, as far down as those largest logits show
+//               to be enough; the list is sorted and cut (row_boundary.cuh)
+//   a longer top-k, and where a list is too small or an estimate wrong, is searched:
+//               1 pass: counts or weights by bins, which tell in which bin the boundary lies;
 //               crowded bins are narrowed, 1 pass a digit (only where thousands of logits tie or
 //               nearly so)
 //               1 pass: that bin's tokens into the list, and the weights of all before them
 //   the draw    from the weights of each warp's stretch of the row; only one stretch is read again
 //
-// Shared memory: 42 KB a block. Registers: 64 a thread, so that two blocks fit a multiprocessor;
+// Shared memory: 44 KB a block. Registers: 64 a thread, so that two blocks fit a multiprocessor;
 // what is needed only at the end waits in shared memory, so that none is spilled. Row strides and
-// addresses are free. Padding rows (slot -1) return at once.
-// The launch is dependent (dependent_launch.cuh), so no load of logits may be one through the
-// non-coherent cache, which compilers move. Invariants: whatever decides is an integer or a
-// comparison, so that neither the team's size nor timing shows in the result; a barrier of the team
-// (Team::sync) lies between a block's last read of another's shared memory and the next write
-// there.
+// addresses are free. Padding rows (slot -1) return at once. The launch is dependent
+// (dependent_launch.cuh), so no load of logits may be one through the non-coherent cache, which
+// compilers move.
+//
+// Invariants: whatever decides is an integer or a comparison, so that neither the team's size nor
+// timing shows in the result; a barrier of the team (Team::sync) lies between a block's last read
+// of another's shared memory and the next write there.
 #include <cmath>
 
 #include "common/dependent_launch.cuh"

@@ -3,7 +3,7 @@
 // Grid: a team of blocks per row, as in sample_tokens.cu. Passes over a row: its largest logit; the
 // tokens at the top, which give the boundary after the first num_top (more passes only for many
 // ties, or if hardly any token has a probability to speak of); then, in one, the sum of weights,
-// the token's rank and the list of the tokens up to the boundary. Shared memory: 42 KB a block. The
+// the token's rank and the list of the tokens up to the boundary. Shared memory: 44 KB a block. The
 // launch is dependent (dependent_launch.cuh).
 #include <cmath>
 
@@ -116,7 +116,7 @@ __global__ void __launch_bounds__(kThreads, 2)
     return;
   }
   const uint64_t last = sampler.find_last_of(p.num_top, groups);
-  const int64_t token = p.token_ids[r];  // again, rather than kept so long
+  const int64_t token = p.token_ids[r];  // read again: kept since then, it would be spilled
   const uint64_t token_code =
       order_code(sampler.row.logit(static_cast<int>(token)), static_cast<uint32_t>(token));
   if (threadIdx.x == 0) shared.token_logit = logit_of_code(token_code);
