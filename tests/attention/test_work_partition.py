@@ -121,6 +121,17 @@ int main() {
     EXPECT((UnitDeal{4 * blocks, blocks}.pays(2, 10, 20 * blocks)));
   }
 
+  // test_paged_attention_scale.py has a batch whose units are to be dealt: 9 sequences of 8 heads for
+  // each multiprocessor, one in twenty of 5 tiles and the others of one.
+  for (int the_case = 1; the_case <= 200; ++the_case) {
+    const int num_seqs = 9 * the_case;
+    int tiles = 0;
+    for (int i = 0; i < num_seqs; ++i) tiles += i % 20 == 7 ? 5 : 1;
+    for (const int head_dim : {64, 128, 256}) {
+      EXPECT((UnitDeal{8 * num_seqs, decode_grid(the_case, head_dim)}.pays(1, 5, 8 * tiles)));
+    }
+  }
+
   // The bound on prefill tiles holds for random batches, and grows with each of its arguments.
   for (int the_case = 0; the_case < 3000; ++the_case) {
     const int group = in(1, 20), num_seqs = in(1, 30);
