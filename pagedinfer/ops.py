@@ -1001,12 +1001,12 @@ def keep_tokens(slots: Tensor, token_ids: Tensor, last_tokens: Tensor) -> None:
 def read_ring(ring: Tensor, turn: Tensor, out: Tensor) -> None:
     """What a step is given by the host: out = ring[turn % num_places, :size].
 
-    The step finds its place in the ring by itself, also from a CUDA graph, and nobody copies it there.
+    The step finds its place in the ring by itself, in a CUDA graph too, and the host starts no copy.
 
     Args:
-        ring: int32 [num_places, width], contiguous, on the CPU; pinned beside a GPU.
-        turn: int64 [1], how many steps have ended.
-        out: int32 [size], at most `width`, contiguous, written.
+        ring: int32 [num_places, width], contiguous, on the CPU; pinned if the others are on a GPU.
+        turn: int64 [1], how many steps have ended, >= 0.
+        out: int32 [size], at most `width`, contiguous, on the device of `turn`; written.
 
     Raises:
         ValueError: shapes, dtypes, devices or strides that do not fit, or memory that is not pinned.
@@ -1018,9 +1018,9 @@ def write_ring(values: Tensor, turn: Tensor, ring: Tensor) -> None:
     """What a step gives the host, at its end: ring[turn % num_places, :size] = values, and then turn += 1.
 
     Args:
-        values: int32 [size], at most `width`, contiguous.
-        turn: int64 [1], how many steps have ended; written.
-        ring: int32 [num_places, width], contiguous, on the CPU, written; pinned beside a GPU.
+        values: int32 [size], at most `width`, contiguous, on the device of `turn`.
+        turn: int64 [1], how many steps have ended, >= 0; written.
+        ring: int32 [num_places, width], contiguous, on the CPU; pinned if the others are on a GPU; written.
 
     Raises:
         ValueError: as `read_ring`.

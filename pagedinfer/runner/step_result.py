@@ -37,9 +37,9 @@ class HostTokens:
     """The host's memory for what a step draws, and when it is there.
 
     Args:
-        memory: uint8, at least `DrawnTokens.nbytes(num_rows)` of it, in the layout of `DrawnTokens`.
+        memory: uint8 [`DrawnTokens.nbytes(num_rows)` or more], on the CPU, in the layout of `DrawnTokens`.
         num_rows: of the step, padding included.
-        ended: recorded behind the step; None: it has ended.
+        ended: recorded behind the step, whose tokens are there once it has passed; None: they are there.
     """
 
     def __init__(self, memory: Tensor, num_rows: int, ended: torch.cuda.Event | None) -> None:

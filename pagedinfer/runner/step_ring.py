@@ -28,6 +28,7 @@ class StepRing:
     Args:
         max_rows: of a step.
         num_extra: elements that a step may be given besides 3 for each row.
+        device: of the steps.
     """
 
     def __init__(self, max_rows: int, num_extra: int, device: torch.device) -> None:
@@ -44,7 +45,7 @@ class StepRing:
             Place(inputs, drawn, pinned) for inputs, drawn in zip(self._inputs, self._drawn, strict=True)
         ]
         self._num_launched = 0
-        self._is_sure = True  # that the device has counted as many
+        self._is_sure = True  # whether the device is known to count as many
         if pinned:  # which loads the kernels: a graph's capture cannot
             self.read(torch.empty(0, dtype=torch.int32, device=device))
             self.write(DrawnTokens(0, device))
@@ -60,7 +61,7 @@ class StepRing:
         return place
 
     def launch(self, start: Callable[[], Result]) -> Result:
-        """Has `start` launch a step, and returns what it does."""
+        """Has `start` launch a step, and returns what `start` returns."""
         self._is_sure = False  # until it has: an error, or Ctrl-C, may come before or after the launch
         result = start()
         self._num_launched += 1
@@ -77,7 +78,13 @@ class StepRing:
 
 
 class Place:
-    """One step's part of a ring."""
+    """One step's part of a ring.
+
+    Args:
+        inputs: int32 [width], what the step is given.
+        drawn: int32 [width], in which it leaves what it draws, in the layout of `DrawnTokens`.
+        pinned: beside a GPU.
+    """
 
     def __init__(self, inputs: Tensor, drawn: Tensor, pinned: bool) -> None:
         self._inputs: npt.NDArray[np.int32] = inputs.numpy()
@@ -101,7 +108,7 @@ class Place:
         self._result = result
 
     def vacate(self) -> None:
-        """Waits for the step that had this place, if nobody has, and has its result keep what it drew."""
+        """Has the result of the step that had this place keep what it drew. May have to wait for it."""
         result, self._result = self._result, None
         if result is not None:
             result.result()
@@ -112,8 +119,8 @@ class PlaceOfRows:
 
     def __init__(self, size: int, inputs: npt.NDArray[np.int32], tokens: HostTokens) -> None:
         self.rows = inputs[: 3 * size].reshape(3, size)
-        """What a step is given first, to be filled."""
+        """int32 [3, size]: what a step is given first, to be filled."""
         self.extra = inputs[3 * size :]
-        """What follows: as many elements as were asked for, and more."""
+        """int32 [`num_extra` or more]: what follows."""
         self.tokens = tokens
         """Where it writes what it draws."""
