@@ -25,7 +25,8 @@ def registered_ops() -> set[str]:
 
 
 def attention(device: torch.device) -> None:
-    """Heads of one warp's registers, and those that two warps share."""
+    """At head sizes that take the GPU's kernels other ways: three blocks a multiprocessor, two, and pairs of
+    warps that share a head."""
     for head_dim in (64, 128, 256):
         attention_of(device, head_dim)
 

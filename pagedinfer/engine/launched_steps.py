@@ -43,7 +43,8 @@ class LaunchedSteps:
         self.waited = 0.0
         """Seconds for which the last result was waited for."""
         self.num_tokens = 0
-        """Of the step that gave it; counted at its launch, when its requests are at hand."""
+        """What the step of the last result computed. Counted at its launch, when its requests are in the
+        CPU's caches anyway."""
 
     def __len__(self) -> int:
         return len(self._steps)

@@ -173,7 +173,7 @@ class Request:
         self.num_shared_blocks = 0  # of block_ids, those that it found rather than allocated
         self.fork_parent: Request | None = None  # whose KV it waits for
         self.next_cacheable = 0  # once so many tokens are computed, another full block can be cached
-        self.quiet_until = 0  # with fewer tokens, all there is to a new one is that it may be a stop token
+        self.quiet_until = 0  # with fewer tokens, a new one changes nothing unless it is a stop token
 
         self.urgency: tuple[int, int, int] = (0, 0, 0)  # the smaller, the more urgent; set when it is added
         self.is_new = True  # it has never been admitted
