@@ -875,7 +875,7 @@ _QUEUES = 256  # kDecodeLinearQueues in csrc/layers/decode_linear.h
 
 
 def _queue_of_stream(device: torch.device) -> int:
-    """A number of its own for each of a device's streams, in the order in which they come."""
+    """Which counters a call on the current stream uses: each of a device's streams its own, up to _QUEUES."""
     if device.type != "cuda":
         return 0
     return _numbers_of_streams(device)[torch.cuda.current_stream(device).cuda_stream] % _QUEUES

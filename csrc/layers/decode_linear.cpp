@@ -74,7 +74,7 @@ void decode_linear_cpu(const DecodeLinearParams& p) {
 
 int64_t decode_linear_workspace_size(const Tensor& input, const Tensor& weight, bool gated) {
   ArgumentChecker check("decode_linear");
-  [[maybe_unused]] const DecodeLinearParams params = checked_sizes(check, input, weight, gated);
+  const DecodeLinearParams params = checked_sizes(check, input, weight, gated);
   if (is_cpu(input) || params.num_rows == 0 || params.num_features == 0) return 0;
 #ifdef PAGEDINFER_WITH_CUDA
   CudaContext context(input);

@@ -17,8 +17,8 @@ namespace pagedinfer {
 // The most rows that one call takes.
 constexpr int64_t kMaxDecodeRows = 128;
 
-// Calls with different ones of so many numbers may run at the same time: each has counters of its
-// own.
+// Calls with different queues, of so many, may run at the same time: each queue has counters of its
+// own in the GPU's memory.
 constexpr int64_t kDecodeLinearQueues = 256;
 
 struct DecodeLinearParams {

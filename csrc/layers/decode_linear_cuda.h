@@ -11,7 +11,7 @@ namespace pagedinfer {
 // Whether the kernel is built for the current device: it is for compute capability 9.0 alone.
 bool decode_linear_serves_device();
 
-// Of params.workspace, for the other fields but the pointers; 0 where the work needs none.
+// How many floats params.workspace has to have room for, 0 if none; looks at no pointer of them.
 int64_t decode_linear_workspace_floats(const DecodeLinearParams& params);
 
 // Reads `weight` before the kernels ahead of it in the stream have ended.

@@ -30,11 +30,11 @@ struct Sizes {
 
 struct KernelParams {
   DecodeLinearParams op;
-  unsigned* tickets;  // [tiles, warps]: how many parts there are; zeros before and after
+  unsigned* tickets;  // [tiles, warps]: parts that are ready; zeros before and after
   int chunks, tiles;
   int weight_stages, input_stages;
   int in_flight;  // chunks of the weight, at most weight_stages
-  bool divides;   // tiles, so that all blocks have as many chunks
+  bool divides;   // tiles, so that all blocks have equally many chunks
 
   __device__ int num_rows() const { return static_cast<int>(op.num_rows); }
   __device__ int out_features() const { return static_cast<int>(op.out_features()); }

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from pagedinfer.kernel_library import build_info
 
-_MIN_ROWS = 5
+_MIN_ROWS = 5  # fewer are the business of few_rows
 _MAX_ROWS = 112
 _MAX_ROWS_OF_SMALL = 32
 _SMALL = 1 << 23

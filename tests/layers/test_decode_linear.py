@@ -137,7 +137,7 @@ def test_refuses_what_does_not_fit(device: torch.device) -> None:
         ops.decode_linear(input.float(), weight.float())
     with pytest.raises(ValueError, match="weight has dtype float16; expected input's bfloat16"):
         ops.decode_linear(input, weight.half())
-    with pytest.raises(ValueError, match="16"):
+    with pytest.raises(ValueError, match=r"input has strides .* rows that start at multiples of 16 bytes"):
         ops.decode_linear(input[:, 1:33], weight[:, :32].contiguous())
     with pytest.raises(ValueError, match="bias has shape"):
         ops.decode_linear(input, weight, input[0])
