@@ -54,7 +54,7 @@ format: $(PACKAGES) ## Format the sources as lint wants them
 bench: $(INSTALLED) build ## Measure the engine beside transformers, on SmolLM2
 	@$(PY) benchmarks/bench_engine.py --model "$$($(PY) -m pagedinfer.sample_model)" --vs transformers $(ARGS)
 
-resources: build ## Registers, shared memory and spills of every CUDA kernel
+resources: build ## Registers, shared memory and spills of every CUDA kernel; fails if one spills that may not
 	@$(PY) scripts/kernel_resources.py $(ARGS)
 
 wheel: $(INSTALLED) build ## Build a wheel for each Python found and try it

@@ -52,7 +52,8 @@ def test_a_kernel_that_is_not_listed_may_not_spill() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arch", "stores", "too_much"), [("sm_80", 4, False), ("sm_80", 8, True), ("sm_90a", 4, True)]
+    ("arch", "stores", "too_much"),
+    [("sm_80", 4, False), ("sm_80", 8, True), ("sm_90a", 4, True), ("sm_86", 400, False)],
 )
 def test_a_listed_kernel_may_spill_so_much_on_that_architecture(
     arch: str, stores: int, too_much: bool
