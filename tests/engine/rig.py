@@ -16,7 +16,7 @@ def make_request(request_id: str, prompt: list[int], **fields: Any) -> Request:
     """Fields that a request does not know go into its sampling parameters."""
     own = (
         *("priority", "seed", "cache_salt", "eos_token_ids", "output_token_ids"),
-        *("skip_reading_prefix_cache", "stream"),
+        *("skip_reading_prefix_cache", "stream", "reports_at_end"),
     )
     extra = {name: fields.pop(name) for name in own if name in fields}
     return Request(request_id, prompt, params(**fields), **extra)

@@ -112,6 +112,20 @@ def test_blocks_are_allocated_as_needed() -> None:
     assert len(request.block_ids) == 3
 
 
+def test_what_a_request_that_nobody_watches_has_computed_can_be_shared_at_once() -> None:
+    rig = Rig(block_size=4)
+    request = rig.add("unwatched", prompt_of(4), max_tokens=20, reports_at_end=True)
+    for num_tokens in (9, 14):  # all but the last are computed
+        while request.num_tokens < num_tokens:
+            rig.step()
+        other = rig.add(f"after {num_tokens}", request.token_ids.copy(), max_tokens=1)
+        rig.step()
+        assert other.num_cached_tokens == (num_tokens - 1) // 4 * 4
+    rig.run()
+    rig.check_outputs()
+    assert rig.ends["unwatched"] == ("length", None)
+
+
 def test_the_youngest_is_preempted_and_is_not_in_that_batch() -> None:
     rig = Rig(num_blocks=5, enable_prefix_caching=False, max_model_len=21)
     old = rig.add("old", prompt_of(8), max_tokens=12)
