@@ -1005,7 +1005,7 @@ def read_ring(ring: Tensor, turn: Tensor, out: Tensor) -> None:
 
     Args:
         ring: int32 [num_places, width], contiguous, on the CPU; pinned if the others are on a GPU.
-        turn: int64 [1], how many steps have ended, >= 0.
+        turn: int64 [1], how many steps have ended; >= 0, which is checked on the CPU only.
         out: int32 [size], at most `width`, contiguous, on the device of `turn`; written.
 
     Raises:
@@ -1019,7 +1019,7 @@ def write_ring(values: Tensor, turn: Tensor, ring: Tensor) -> None:
 
     Args:
         values: int32 [size], at most `width`, contiguous, on the device of `turn`.
-        turn: int64 [1], how many steps have ended, >= 0; written.
+        turn: int64 [1], as in `read_ring`; written.
         ring: int32 [num_places, width], contiguous, on the CPU; pinned if the others are on a GPU; written.
 
     Raises:

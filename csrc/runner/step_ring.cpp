@@ -37,6 +37,12 @@ ArgumentChecker checked(const char* op, const Tensor& ring, const Tensor& turn, 
   return check;
 }
 
+// On the CPU; on a GPU only a kernel knows the turn.
+int64_t checked_place(const char* op, int64_t turn, int64_t num_places) {
+  PAGEDINFER_CHECK(turn >= 0, op, ": turn is ", turn, "; expected >= 0");
+  return turn % num_places;
+}
+
 }  // namespace
 
 void read_ring(const Tensor& ring, const Tensor& turn, Tensor out) {
@@ -50,7 +56,7 @@ void read_ring(const Tensor& ring, const Tensor& turn, Tensor out) {
       .size = check.size("size"),
   };
   if (is_cpu(turn)) {
-    const int64_t place = *params.turn % params.num_places;
+    const int64_t place = checked_place("read_ring", *params.turn, params.num_places);
     std::copy_n(params.ring + place * params.width, params.size, params.out);
     return;
   }
@@ -71,7 +77,7 @@ void write_ring(const Tensor& values, Tensor turn, Tensor ring) {
       .size = check.size("size"),
   };
   if (is_cpu(turn)) {
-    const int64_t place = *params.turn % params.num_places;
+    const int64_t place = checked_place("write_ring", *params.turn, params.num_places);
     std::copy_n(params.values, params.size, params.ring + place * params.width);
     ++*params.turn;
     return;

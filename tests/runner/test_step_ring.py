@@ -69,6 +69,16 @@ def test_refuses_what_does_not_fit(device: torch.device) -> None:
         ops.write_ring(out[::2], turn, numbers)
 
 
+def test_a_turn_before_the_first_is_refused() -> None:
+    """On the CPU, where it would be memory in front of the ring."""
+    numbers, turn = ring(torch.device("cpu")), torch.tensor([-1])
+    out = torch.zeros(WIDTH, dtype=torch.int32)
+    with pytest.raises(ValueError, match=r"read_ring: turn is -1; expected >= 0"):
+        ops.read_ring(numbers, turn, out)
+    with pytest.raises(ValueError, match=r"write_ring: turn is -1; expected >= 0"):
+        ops.write_ring(out, turn, numbers)
+
+
 @pytest.mark.gpu
 def test_memory_that_is_not_pinned_is_refused() -> None:
     turn, out = torch.zeros(1, dtype=torch.int64, device="cuda"), torch.zeros(5, dtype=torch.int32).cuda()
