@@ -109,9 +109,9 @@ class Place:
 
     def vacate(self) -> None:
         """Has the result of the step that had this place keep what it drew. May have to wait for it."""
-        result, self._result = self._result, None
-        if result is not None:
-            result.result()
+        if self._result is not None:
+            self._result.result()
+            self._result = None  # not before: Ctrl-C may end the wait
 
 
 class PlaceOfRows:

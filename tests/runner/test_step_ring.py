@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from pagedinfer import ops
-from pagedinfer.runner.step_result import DrawnTokens, StepResult
+from pagedinfer.runner.step_result import DrawnTokens, HostTokens, StepResult
 from pagedinfer.runner.step_ring import StepRing
 
 PLACES, WIDTH = 3, 5
@@ -160,6 +161,20 @@ def test_a_result_that_is_taken_late_or_never_is_nobody_elses(device: torch.devi
         adder.launch(number)
     assert first.result() is taken
     check(first, 0)
+
+
+def test_an_interrupted_wait_for_a_place_loses_no_result(device: torch.device) -> None:
+    adder = Adder(device)
+    untaken = [(adder.launch(number), number) for number in range(4)]  # of every place
+    with (
+        patch.object(HostTokens, "wait", side_effect=KeyboardInterrupt),
+        pytest.raises(KeyboardInterrupt),
+    ):
+        adder.launch(100)
+    for number in range(4, 9):
+        check(adder.launch(number), number)
+    for result, number in untaken:
+        check(result, number)
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
