@@ -29,6 +29,7 @@ def attention(device: torch.device) -> None:
     warps that share a head."""
     for head_dim in (64, 128, 256):
         attention_of(device, head_dim)
+        attention_of_many(device, head_dim)
 
 
 def attention_of(device: torch.device, head_dim: int) -> None:
@@ -66,6 +67,22 @@ def attention_of(device: torch.device, head_dim: int) -> None:
                 scale=head_dim**-0.5,
                 logit_cap=30.0,
             )
+
+
+def attention_of_many(device: torch.device, head_dim: int) -> None:
+    """So many short rows that the blocks of a large GPU are dealt whole units, and all warps plan."""
+    seq_lens = torch.full((2500,), 7, dtype=torch.int32, device=device)
+    seq_lens[::20] = 100
+    starts = torch.arange(len(seq_lens) + 1, dtype=torch.int32, device=device)
+    block_table = torch.arange(7, dtype=torch.int32, device=device).expand(len(seq_lens), 7).contiguous()
+    sizes = {"num_heads": NUM_HEADS, "num_kv_heads": NUM_KV_HEADS, "head_dim": head_dim}
+    for dtype in (torch.float32, torch.bfloat16):
+        query = torch.randn(len(seq_lens), NUM_HEADS, head_dim, device=device).to(dtype)
+        cache = torch.randn(7, 2, NUM_KV_HEADS, BLOCK_SIZE, head_dim, device=device).to(dtype)
+        plan = ops.attention_plan(
+            starts, seq_lens, num_tokens=len(query), max_query_len=1, block_size=BLOCK_SIZE, **sizes
+        )
+        ops.paged_attention(query, cache, block_table, starts, seq_lens, plan, scale=head_dim**-0.5)
 
 
 MANY_TOKENS = 1025

@@ -206,6 +206,7 @@ __global__ __launch_bounds__(kThreads) void attention_plan_kernel(
 
   if (threadIdx.x == 0) max_cost = most_tiles = 0, least_tiles = INT_MAX, prefill_cost = 0;
   for (int i = threadIdx.x; i <= p.grid; i += kThreads) p.plan[layout.counters + i] = 0;
+  __syncthreads();  // before any warp counts its sequences in
 
   // Sequences: what each is, and its place among its like.
   Counts before{};
