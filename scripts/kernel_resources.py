@@ -22,6 +22,7 @@ TUNED = ("sm_80", "sm_90a")
 """Architectures for which the kernels have been fitted into their registers: those of a default build."""
 
 MAY_SPILL = {
+    ("sm_80", r"attention::decode_kernel<\w+, 128, true>"): 4,
     ("sm_80", r"attention::prefill_mma_kernel<\w+, 128, true>"): 8,
     ("sm_80", r"rotary_store_kv_kernel<__nv_bfloat16, 8, 1, 2, false, false, false>"): 8,
     ("sm_80", r"top_logprobs_kernel<sampling::\w+, false>"): 4,
