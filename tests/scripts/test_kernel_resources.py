@@ -13,6 +13,8 @@ from kernel_resources import (
     table,
 )
 
+from pagedinfer.kernel_library import build_info
+
 REPORT = """\
 ptxas info    : 0 bytes gmem
 ptxas info    : Compiling entry function '_ZN10pagedinfer6kernelILi64EEEvPf' for 'sm_90a'
@@ -66,6 +68,9 @@ def test_no_kernel_of_the_latest_build_spills_more_than_it_may() -> None:
     reports = reports_of_latest_build()
     if not reports:
         pytest.skip("the latest build compiled no CUDA kernel")
+    info = build_info()
+    if info is None or info.cuda is None or not info.cuda.startswith("13.0."):
+        pytest.skip("the kernels are fitted for CUDA 13.0: another nvcc allocates registers otherwise")
     for report in reports:
         spilling = [
             f"{name} ({kernel.arch}): {kernel.spill_stores} bytes"
