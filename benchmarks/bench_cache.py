@@ -265,8 +265,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the results here too")
     parser.add_argument("--plot", type=Path, help="folder to draw the results into")
     args = parser.parse_args()
-    if DEVICE == "cuda" and not torch.cuda.is_available():
-        raise SystemExit("bench_cache.py times CUDA kernels, and torch sees no GPU")
+    timing.require_gpu()
 
     peers, parts = args.vs.split(","), args.parts.split(",")
     ceiling = timing.copy_ceiling()

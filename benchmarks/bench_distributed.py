@@ -39,11 +39,11 @@ CALLS_IN_A_GRAPH = 50
 
 
 def main() -> None:
-    if sys.argv[1] == "rank-that-computes-nothing":
+    if sys.argv[1:2] == ["rank-that-computes-nothing"]:
         del sys.argv[1]
         rank_that_computes_nothing()
         return
-    if sys.argv[1] == "rank-that-sums":
+    if sys.argv[1:2] == ["rank-that-sums"]:
         rank_that_sums(*map(int, sys.argv[2:4]), sys.argv[4])
         return
     parser = argparse.ArgumentParser(

@@ -150,8 +150,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=0.1, help="about how long a row's replays take")
     parser.add_argument("--json", type=Path, help="write the results here too")
     args = parser.parse_args()
-    if not torch.cuda.is_available():
-        raise SystemExit("bench_few_rows.py times CUDA kernels, and torch sees no GPU")
+    timing.require_gpu()
 
     ceiling = timing.copy_ceiling()
     print(f"device-to-device copy: {ceiling / 1e12:.2f} TB/s")

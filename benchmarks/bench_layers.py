@@ -230,8 +230,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the results here too")
     parser.add_argument("--plot", type=Path, help="folder to draw the results into")
     args = parser.parse_args()
-    if DEVICE == "cuda" and not torch.cuda.is_available():
-        raise SystemExit("bench_layers.py times CUDA kernels, and torch sees no GPU")
+    timing.require_gpu()
 
     dtype = getattr(torch, args.dtype)
     peers = ["ours", *import_peers(args.vs.split(","))]

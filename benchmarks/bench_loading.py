@@ -31,6 +31,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
+import timing
 from model_shapes import SHAPES
 
 from pagedinfer.models.model_config import ModelConfig
@@ -140,6 +141,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=2, help="loads from the page cache")
     parser.add_argument("--json", type=Path, help="where to write the figures")
     arguments = parser.parse_args()
+    timing.require_gpu()
     folder = Path(tempfile.mkdtemp(dir=arguments.folder))
     try:
         figures = measure(folder, arguments.layers, arguments.repeats)

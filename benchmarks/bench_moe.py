@@ -75,6 +75,7 @@ def main() -> None:
     parser.add_argument("--vs", default="", help="vllm")
     parser.add_argument("--json", type=Path, help="where to write the figures")
     arguments = parser.parse_args()
+    timing.require_gpu()
     rate = timing.copy_ceiling()
     rows: list[dict[str, Any]] = []
     print(

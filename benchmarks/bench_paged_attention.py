@@ -361,6 +361,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="where to write the rows and the machine")
     parser.add_argument("--plot", type=Path, help="folder to draw the results into")
     args = parser.parse_args()
+    timing.require_gpu()
     args.dtype = getattr(torch, args.dtype)
     shapes = [tuple(map(int, shape.split("/"))) for shape in args.shapes.split(",")]
     if any(len(shape) != 4 for shape in shapes):

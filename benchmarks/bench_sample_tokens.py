@@ -211,6 +211,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=0.2, help="timed replays of one figure")
     parser.add_argument("--json", type=Path, help="write the figures and the machine here")
     args = parser.parse_args()
+    timing.require_gpu()
 
     torch.manual_seed(0)
     ceiling = timing.copy_ceiling()

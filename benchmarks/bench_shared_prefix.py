@@ -89,6 +89,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=0.2, help="of timed replays a row")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
+    timing.require_gpu()
     result = timing.result_of("shared_prefix", [], copy_ceiling=timing.copy_ceiling())
     for name in args.rows.split(","):
         result["rows"].append(row(name, args))

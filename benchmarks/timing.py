@@ -12,6 +12,7 @@ import json
 import math
 import platform
 import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -26,6 +27,12 @@ ROTATED_BYTES = 400e6
 
 GRAPH_SECONDS = 1e-3
 """A graph lasts at least so long: its launch costs some microseconds, 0.3 to 2 a call in a graph of few."""
+
+
+def require_gpu() -> None:
+    """Ends a script that is of no use here, with a sentence."""
+    if not torch.cuda.is_available():
+        raise SystemExit(f"{Path(sys.argv[0]).name} measures a GPU, and torch sees none")
 
 
 @dataclass(frozen=True, slots=True)
