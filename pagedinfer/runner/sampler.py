@@ -136,10 +136,7 @@ class Sampler:
         Returns:
             A number for the tensors that `draw` is to use; None if none of these requests has changes.
         """
-        if not self._changes.in_use:
-            return None
-        with torch.inference_mode():
-            changes = self._changes.prepare(requests)
+        changes = self._changes.prepare(requests)
         return None if changes is None else self._changes.version
 
     def draw(

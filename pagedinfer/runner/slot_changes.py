@@ -140,6 +140,12 @@ class SlotChanges:
         tensors = self._tensors
         if tensors is None or not self.in_use or not any(map(self.changes, sampled)):
             return None
+        with torch.inference_mode():  # a step without changes does without: see ModelRunner.execute
+            return self._bring_up_to_date(tensors, sampled)
+
+    def _bring_up_to_date(
+        self, tensors: ops.LogitsChanges, sampled: Sequence[ScheduledRequest]
+    ) -> ops.LogitsChanges | None:
         for request in sampled:
             biases = self._biases.get(request.slot)
             if biases is not None:
