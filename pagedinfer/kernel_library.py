@@ -35,6 +35,11 @@ class BuildInfo:
         numbers = (re.match(r"\d+", arch) for arch in self.cuda_archs)
         return any(number is not None and int(number[0]) >= 90 for number in numbers)
 
+    @property
+    def has_wgmma_code(self) -> bool:
+        """Whether the kernels through wgmma are compiled: for compute capability 9.0 itself, never as PTX."""
+        return any(arch.startswith("90a") for arch in self.cuda_archs)
+
 
 def build_info() -> BuildInfo | None:
     """What the kernels were built with; None if the build left no record (there was none, then)."""

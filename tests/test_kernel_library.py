@@ -95,3 +95,17 @@ def test_a_torch_changed_after_the_build_is_told_at_import(tmp_path: Path) -> No
 )
 def test_hopper_code(archs: tuple[str, ...], has_it: bool) -> None:
     assert replace(INFO, cuda_archs=archs).has_hopper_code == has_it
+
+
+@pytest.mark.parametrize(
+    ("archs", "has_it"),
+    [
+        (("80-real", "90a-real", "90-virtual"), True),
+        (("90a-real",), True),
+        (("90-real",), False),
+        (("90-virtual", "100-real"), False),
+        ((), False),
+    ],
+)
+def test_wgmma_code(archs: tuple[str, ...], has_it: bool) -> None:
+    assert replace(INFO, cuda_archs=archs).has_wgmma_code == has_it

@@ -38,5 +38,4 @@ def served(input: Tensor, weight: Tensor, *, gated: bool = False) -> bool:
 @cache
 def _has_kernel(device: torch.device) -> bool:
     info = build_info()  # None: the build left no record
-    built = info is None or any(arch.startswith("90a") for arch in info.cuda_archs)
-    return built and torch.cuda.get_device_capability(device) == (9, 0)
+    return torch.cuda.get_device_capability(device) == (9, 0) and (info is None or info.has_wgmma_code)
