@@ -292,6 +292,10 @@ class Scheduler:
         logprobs: list[float] | None = None  # in most steps nobody asks for them
         if len(tokens) != len(sampling):
             raise ValueError(f"step {batch.step} drew {len(sampling)} tokens, its output has {len(tokens)}")
+        if len(output.logprobs) != len(tokens):
+            raise ValueError(
+                f"step {batch.step} drew {len(tokens)} tokens, its output has {len(output.logprobs)} logprobs"
+            )
         updates: list[RequestUpdate] = []
         num_generated = 0
         for row, (request, token) in enumerate(zip(sampling, tokens, strict=True)):

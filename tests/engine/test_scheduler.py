@@ -8,9 +8,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import pagedinfer
+from pagedinfer.engine.batch import StepOutput
 from pagedinfer.engine.request import RequestStatus
 from pagedinfer.errors import RequestTooLargeError
 from tests.engine.rig import Rig, prompt_of
@@ -227,6 +229,18 @@ def test_malformed_requests_are_value_errors() -> None:
     rig.scheduler.update(batch, output)
     with pytest.raises(ValueError, match="updated already"):
         rig.scheduler.update(batch, output)
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "num_logprobs", "message"),
+    [(2, 1, "drew 1 tokens, its output has 2$"), (1, 2, "drew 1 tokens, its output has 2 logprobs")],
+)
+def test_an_output_of_another_size_is_a_value_error(num_tokens: int, num_logprobs: int, message: str) -> None:
+    rig = Rig()
+    rig.add("a", [1])
+    output = StepOutput(np.zeros(num_tokens, np.int64), np.zeros(num_logprobs, np.float32))
+    with pytest.raises(ValueError, match=message):
+        rig.scheduler.update(rig.scheduler.schedule(), output)
 
 
 @pytest.mark.parametrize("when", ["waiting", "prefill", "decode", "preempted"])
